@@ -1,0 +1,59 @@
+"""Federated optimisation with adaptive optimizers that do not drift.
+
+import fadamgc
+run = fadamgc.simulate(fadamgc.FAdamGC(eta_l=1e-3), task, rounds=100, sampled=10, local_steps=20)
+"""
+
+from fadamgc.algorithm import Algorithm, Cohort, add
+from fadamgc.algorithms import (
+    FANT,
+    FAdamGC,
+    FANTLocal,
+    FedAdam,
+    FedAMS,
+    FedAvg,
+    FedAvgM,
+    LocalAdam,
+    Scaffold,
+    ScaffoldM,
+    algorithms,
+    make_algorithm,
+    register,
+)
+from fadamgc.errors import CheckpointError, FadamgcError, InputError, NonFiniteError
+from fadamgc.sim.cost import CostModel
+from fadamgc.sim.engine import RoundEnd, simulate
+from fadamgc.sim.run import Record, Run, load_run
+from fadamgc.task import Task
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "FANT",
+    "Algorithm",
+    "CheckpointError",
+    "Cohort",
+    "CostModel",
+    "FANTLocal",
+    "FAdamGC",
+    "FadamgcError",
+    "FedAMS",
+    "FedAdam",
+    "FedAvg",
+    "FedAvgM",
+    "InputError",
+    "LocalAdam",
+    "NonFiniteError",
+    "Record",
+    "RoundEnd",
+    "Run",
+    "Scaffold",
+    "ScaffoldM",
+    "Task",
+    "add",
+    "algorithms",
+    "load_run",
+    "make_algorithm",
+    "register",
+    "simulate",
+]

@@ -1,0 +1,94 @@
+"""One file a method, and the registry that makes the rest of the package know it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from fadamgc.algorithm import AnyAlgorithm
+from fadamgc.algorithms.fa_nt import FANT, FANTLocal
+from fadamgc.algorithms.fadamgc import FAdamGC
+from fadamgc.algorithms.fedadam import FedAdam
+from fadamgc.algorithms.fedams import FedAMS
+from fadamgc.algorithms.fedavg import FedAvg
+from fadamgc.algorithms.fedavg_m import FedAvgM
+from fadamgc.algorithms.local_adam import LocalAdam
+from fadamgc.algorithms.scaffold import Scaffold
+from fadamgc.algorithms.scaffold_m import ScaffoldM
+from fadamgc.errors import InputError, nearest
+
+__all__ = [
+    "FANT",
+    "FANTLocal",
+    "FAdamGC",
+    "FedAMS",
+    "FedAdam",
+    "FedAvg",
+    "FedAvgM",
+    "LocalAdam",
+    "Scaffold",
+    "ScaffoldM",
+    "algorithm_class",
+    "algorithm_name",
+    "algorithms",
+    "make_algorithm",
+    "register",
+]
+
+_REGISTRY: dict[str, type[AnyAlgorithm]] = {
+    "fadamgc": FAdamGC,
+    "fa_nt": FANT,
+    "fa_nt_local": FANTLocal,
+    "local_adam": LocalAdam,
+    "fedavg": FedAvg,
+    "fedavg_m": FedAvgM,
+    "scaffold": Scaffold,
+    "scaffold_m": ScaffoldM,
+    "fedadam": FedAdam,
+    "fedams": FedAMS,
+}
+
+
+def algorithms() -> tuple[str, ...]:
+    """Names of all registered algorithms."""
+    return tuple(_REGISTRY)
+
+
+def register(name: str, cls: type[AnyAlgorithm]) -> None:
+    """Make an algorithm of one's own known by name to specs and the command line."""
+    if not name.isidentifier():
+        raise InputError(f"name={name!r} is not accepted; it must be an identifier such as 'my_method'")
+    if _REGISTRY.get(name, cls) is not cls:
+        raise InputError(f"name={name!r} is taken by {_REGISTRY[name].__name__}; choose another")
+    _REGISTRY[name] = cls
+
+
+def algorithm_class(name: str) -> type[AnyAlgorithm]:
+    """The class registered under a name."""
+    if name not in _REGISTRY:
+        hint = nearest(name, _REGISTRY)
+        raise InputError(f"algorithm {name!r} is not known{hint}; known are {', '.join(_REGISTRY)}")
+    return _REGISTRY[name]
+
+
+def algorithm_name(algorithm: AnyAlgorithm) -> str:
+    """The name an algorithm is registered under, or its class name if it is not."""
+    for name, cls in _REGISTRY.items():
+        if type(algorithm) is cls:
+            return name
+    return type(algorithm).__name__
+
+
+def make_algorithm(name: str, **settings: Any) -> AnyAlgorithm:
+    """An algorithm by its registered name.
+
+    >>> make_algorithm("fedavg", eta_l=0.5)
+    FedAvg(eta_l=0.5, eta_g=1.0)
+    """
+    cls = algorithm_class(name)
+    known = [field.name for field in dataclasses.fields(cls)]
+    for key in settings:
+        if key not in known:
+            hint = nearest(key, known)
+            raise InputError(f"{name} has no setting {key!r}{hint}; it has {', '.join(known)}")
+    return cls(**settings)

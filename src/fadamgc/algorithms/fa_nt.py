@@ -1,0 +1,194 @@
+"""FA-NT: federated Adam with naive tracking (the paper's appendix), in its two forms."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fadamgc.algorithm import (
+    Algorithm,
+    ClientT,
+    Cohort,
+    DownT,
+    Flag,
+    ServerT,
+    Steps,
+    UpT,
+    adam_ratio,
+    choice,
+    decay,
+    ema,
+    nonnegative,
+    number,
+    positive,
+    select,
+)
+
+
+class Local(NamedTuple):
+    m: Tensor
+    v: Tensor
+    v_hat: Tensor
+    z: Tensor  # the correction y - y_i
+
+
+@dataclass(frozen=True)
+class NaiveTracking(Algorithm[ServerT, DownT, ClientT, Local, UpT]):
+    """What the two forms share: Adam on the raw gradient, and the correction z added to its direction."""
+
+    eta_l: float = positive(1e-3)
+    eta_g: float = positive(1.0)
+    beta1: float = decay(0.9)
+    beta2: float = decay(0.99)
+    eps: float = nonnegative(1e-8)
+    v_hat: Literal["carry", "restart"] = choice("carry", "restart")
+
+    def start(self, v: Tensor, v_hat: Tensor, z: Tensor) -> Local:
+        """The local state at step 1."""
+        return Local(m=torch.zeros_like(v), v=v, v_hat=v_hat if self.v_hat == "carry" else v, z=z)
+
+    def direction(self, down: DownT, client: ClientT, local: Local, g: Tensor) -> tuple[Tensor, Local]:
+        m = ema(local.m, g, self.beta1)
+        v = ema(local.v, g * g, self.beta2)
+        v_hat = torch.maximum(local.v_hat, v)
+        return adam_ratio(m, v_hat, self.eps) + local.z, Local(m, v, v_hat, local.z)
+
+
+class Server(NamedTuple):
+    x: Tensor
+    y: Tensor  # mean of the clients' y_i
+
+
+class Down(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+class Client(NamedTuple):
+    y: Tensor  # control variate y_i: the mean Adam direction of the last tracked round
+    v: Tensor
+    v_hat: Tensor
+
+
+class Up(NamedTuple):
+    dx: Tensor
+    dy: Tensor
+
+
+@dataclass(frozen=True)
+class FANT(NaiveTracking[Server, Down, Client, Up]):
+    """Adam at the clients with a SCAFFOLD correction added AFTER the moments: the naive way.
+
+        m, v, v_hat as in FAdamGC, on the raw g
+        x_i = x_i - eta_l ( m / (sqrt(v_hat) + eps) + y - y_i )
+        y_i = y_i - y + (x - x_i) / (K eta_l)            if tracked, else as it was
+        x   = x + eta_g mean(x_i - x)                    over the S sampled clients
+        y   = y + (1/n) sum of (y_i new - y_i old)       over the tracked clients
+
+    Args:
+        eta_l: local step size.
+        eta_g: global step size.
+        beta1: decay of the first moment.
+        beta2: decay of the second moment.
+        eps: added to the denominator; with 0 a coordinate whose v_hat is 0 gets no Adam step.
+        v_hat: "carry" keeps v_hat between rounds, "restart" starts it from v_i in each round.
+    """
+
+    title: ClassVar[str] = "FA-NT"
+    tracked_only: ClassVar[tuple[str, ...]] = ("dy",)
+
+    def init_server(self, x: Tensor, g: Tensor | None = None) -> Server:
+        return Server(x, torch.zeros_like(x))
+
+    def init_client(self, x: Tensor, g: Tensor | None = None) -> Client:
+        zero = torch.zeros_like(x)
+        return Client(y=zero, v=zero, v_hat=zero)
+
+    def broadcast(self, server: Server) -> Down:
+        return Down(server.x, server.y)
+
+    def begin(self, down: Down, client: Client, g: Tensor | None = None) -> Local:
+        return self.start(client.v, client.v_hat, z=down.y - client.y)
+
+    def finish(
+        self, down: Down, client: Client, local: Local, x: Tensor, K: Steps, tracked: Flag
+    ) -> tuple[Client, Up]:
+        y = select(tracked, client.y - down.y + (down.x - x) / (K * self.eta_l), client.y)
+        return Client(y, local.v, local.v_hat), Up(dx=x - down.x, dy=y - client.y)
+
+    def aggregate(self, server: Server, total: Up, cohort: Cohort) -> Server:
+        return Server(
+            x=server.x + self.eta_g * (total.dx / cohort.S),
+            y=server.y + total.dy / cohort.n,
+        )
+
+
+class ModelOnly(NamedTuple):
+    x: Tensor
+
+
+class LocalFormClient(NamedTuple):
+    z: Tensor  # z_i of the last round plus (x_i - x) / (K eta_l): all of the next z_i but the server's part
+    x: Tensor  # the server's x of that round
+    rate: Tensor  # 1 / (K eta_g eta_l) of that round; 0 before the first
+    v: Tensor
+    v_hat: Tensor
+
+
+class DeltaOnly(NamedTuple):
+    dx: Tensor
+
+
+@dataclass(frozen=True)
+class FANTLocal(NaiveTracking[ModelOnly, ModelOnly, LocalFormClient, DeltaOnly]):
+    """FA-NT for full participation: z_i = y - y_i stays at the client and only x travels.
+
+    If all clients are sampled and tracked and do the same K, FA-NT needs neither y nor y_i:
+
+        x_i = x_i - eta_l ( m / (sqrt(v_hat) + eps) + z_i )
+        z_i = z_i + ( (x_i - x) - (x_new - x) / eta_g ) / (K eta_l)      when x_new arrives
+
+    The paper prints (x_i - x_new) / (K eta_g eta_l) for the last term, which is this at eta_g = 1. For
+    any other eta_g the printed rule is not FA-NT (its z_i no longer sum to zero); this one is.
+
+    Args:
+        eta_l: local step size.
+        eta_g: global step size.
+        beta1: decay of the first moment.
+        beta2: decay of the second moment.
+        eps: added to the denominator; with 0 a coordinate whose v_hat is 0 gets no Adam step.
+        v_hat: "carry" keeps v_hat between rounds, "restart" starts it from v_i in each round.
+    """
+
+    title: ClassVar[str] = "FA-NT (local form)"
+
+    @property
+    def full_participation(self) -> bool:
+        return True
+
+    def init_server(self, x: Tensor, g: Tensor | None = None) -> ModelOnly:
+        return ModelOnly(x)
+
+    def init_client(self, x: Tensor, g: Tensor | None = None) -> LocalFormClient:
+        zero = torch.zeros_like(x)
+        return LocalFormClient(z=zero, x=zero, rate=number(x), v=zero, v_hat=zero)
+
+    def broadcast(self, server: ModelOnly) -> ModelOnly:
+        return ModelOnly(server.x)
+
+    def begin(self, down: ModelOnly, client: LocalFormClient, g: Tensor | None = None) -> Local:
+        return self.start(client.v, client.v_hat, z=client.z - client.rate * (down.x - client.x))
+
+    def finish(
+        self, down: ModelOnly, client: LocalFormClient, local: Local, x: Tensor, K: Steps, tracked: Flag
+    ) -> tuple[LocalFormClient, DeltaOnly]:
+        dx = x - down.x
+        z = local.z + dx / (K * self.eta_l)
+        rate = number(x, 1.0) / (K * self.eta_g * self.eta_l)
+        return LocalFormClient(z, down.x.expand_as(x), rate, local.v, local.v_hat), DeltaOnly(dx)
+
+    def aggregate(self, server: ModelOnly, total: DeltaOnly, cohort: Cohort) -> ModelOnly:
+        return ModelOnly(server.x + self.eta_g * (total.dx / cohort.S))

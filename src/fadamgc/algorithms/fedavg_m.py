@@ -1,0 +1,76 @@
+"""FedAvg-M: FedAvg with the global momentum of Cheng et al. in every local step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fadamgc.algorithm import Algorithm, Cohort, Empty, Flag, Steps, positive, share
+
+
+class Server(NamedTuple):
+    x: Tensor
+    G: Tensor  # the mean local direction of the last round
+
+
+class Down(NamedTuple):
+    x: Tensor
+    G: Tensor
+
+
+class Up(NamedTuple):
+    dx: Tensor
+
+
+@dataclass(frozen=True)
+class FedAvgM(Algorithm[Server, Down, Empty, Empty, Up]):
+    """FedAvg-M of Cheng et al., the rule also known as FedCM.
+
+        x_i = x_i - eta_l ( beta g + (1 - beta) G )      beta weighs the FRESH gradient
+        G   = -mean(x_i - x) / (eta_l K)                 G = 0 at first
+        x   = x + eta_g mean(x_i - x)
+
+    It is not the server momentum of Hsu et al. that other libraries call FedAvgM. Where K differs
+    between clients, the K of G is the round's mean, so that every local step counts the same.
+
+    Args:
+        eta_l: local step size.
+        eta_g: global step size.
+        beta: weight of the fresh gradient; 1 is FedAvg.
+
+    References:
+        Cheng et al. 2023, Momentum Benefits Non-IID Federated Learning Simply and Provably.
+    """
+
+    title: ClassVar[str] = "FedAvg-M"
+
+    eta_l: float = positive(0.1)
+    eta_g: float = positive(1.0)
+    beta: float = share(0.1)
+
+    def init_server(self, x: Tensor, g: Tensor | None = None) -> Server:
+        return Server(x, G=torch.zeros_like(x))
+
+    def init_client(self, x: Tensor, g: Tensor | None = None) -> Empty:
+        return Empty()
+
+    def broadcast(self, server: Server) -> Down:
+        return Down(server.x, server.G)
+
+    def begin(self, down: Down, client: Empty, g: Tensor | None = None) -> Empty:
+        return Empty()
+
+    def direction(self, down: Down, client: Empty, local: Empty, g: Tensor) -> tuple[Tensor, Empty]:
+        return self.beta * g + (1 - self.beta) * down.G, local
+
+    def finish(
+        self, down: Down, client: Empty, local: Empty, x: Tensor, K: Steps, tracked: Flag
+    ) -> tuple[Empty, Up]:
+        return client, Up(dx=x - down.x)
+
+    def aggregate(self, server: Server, total: Up, cohort: Cohort) -> Server:
+        D = total.dx / cohort.S
+        return Server(x=server.x + self.eta_g * D, G=-D / (self.eta_l * cohort.K))

@@ -1,0 +1,51 @@
+"""The 8x8 handwritten digits that come with scikit-learn: 1797 samples, 10 classes, no download."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from fadamgc.data.partition import check_number
+from fadamgc.errors import InputError
+
+
+class Digits(NamedTuple):
+    """Pixels as float32 in [0, 1], (n, 64); labels as int64, (n,)."""
+
+    train_x: torch.Tensor
+    train_y: torch.Tensor
+    test_x: torch.Tensor
+    test_y: torch.Tensor
+
+
+def load(validation: float = 0.0) -> Digits:
+    """The digits in a fixed stratified split, 80 % to train and 20 % to test, whatever a run's seed.
+
+    Args:
+        validation: if above 0, this share of the train part takes the place of the test part, which is
+            left out altogether: tuning on it cannot see the test set.
+
+    >>> [len(part) for part in load()]
+    [1437, 1437, 360, 360]
+    >>> [len(part) for part in load(validation=0.25)]
+    [1077, 1077, 360, 360]
+    """
+    check_number("validation", validation, 0)
+    if validation and not 0.01 <= validation <= 0.99:
+        raise InputError(f"validation={validation!r}; accepted are 0 and numbers from 0.01 to 0.99")
+
+    # Slow to import, and needed by nobody who brings their own data.
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
+    pixels, labels = load_digits(return_X_y=True)
+    samples = np.arange(len(labels))
+    train, test = train_test_split(samples, test_size=0.2, stratify=labels, random_state=0)
+    if validation:
+        train, test = train_test_split(train, test_size=validation, stratify=labels[train], random_state=0)
+
+    x = torch.from_numpy(pixels / 16).to(torch.float32)
+    y = torch.from_numpy(labels).to(torch.int64)
+    return Digits(x[train], y[train], x[test], y[test])

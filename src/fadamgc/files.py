@@ -1,0 +1,102 @@
+"""Files that are either there in full or not at all.
+
+A *bundle* is a folder with tensors (safetensors) and everything else (JSON). The JSON file is the last
+to be written and names the tensor file with its digest, so a process killed at any moment leaves the
+bundle that was there before, or the new one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from fadamgc.errors import CheckpointError
+
+FORMAT = 1
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Write a file so that a reader sees the old content or the new, whatever happens meanwhile."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def write_bundle(folder: Path, name: str, content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Write ``name.json`` and its tensors into a folder, replacing what was there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    data = save({key: value.detach().cpu().contiguous().clone() for key, value in tensors.items()})
+    digest = hashlib.sha256(data).hexdigest()
+    tensor_file = folder / f"{name}-{digest[:16]}.safetensors"
+    write_atomic(tensor_file, data)
+    body = {"format": FORMAT, "tensors": tensor_file.name, "tensors_sha256": digest, **content}
+    text = json.dumps({"sha256": _digest(body), **body}, indent=1)
+    write_atomic(folder / f"{name}.json", text.encode())
+    for other in folder.glob(f"{name}-*.safetensors"):
+        if other != tensor_file:
+            other.unlink(missing_ok=True)
+    for leftover in folder.glob(f".{name}*.tmp"):  # of a process that was killed
+        leftover.unlink(missing_ok=True)
+
+
+def has_bundle(folder: Path, name: str) -> bool:
+    """Whether a bundle was ever completed there."""
+    return (folder / f"{name}.json").exists()
+
+
+def read_bundle(folder: Path, name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Read a bundle back, refusing anything that is not byte for byte what was written."""
+    path = folder / f"{name}.json"
+    try:
+        body = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} does not exist") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read ({error}); it is truncated or not of this kind"
+        ) from error
+    if not isinstance(body, dict) or "sha256" not in body or "format" not in body:
+        raise CheckpointError(f"{path} is not a file of fadamgc: it has no digest and format")
+    if body["format"] != FORMAT:
+        raise CheckpointError(f"{path} has format {body['format']!r}; this version reads format {FORMAT}")
+    if _digest({key: value for key, value in body.items() if key != "sha256"}) != body["sha256"]:
+        raise CheckpointError(
+            f"{path} was altered after it was written: its content does not match its sha256"
+        )
+    tensor_path = folder / body["tensors"]
+    try:
+        data = tensor_path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{tensor_path}, named by {path}, cannot be read: {error.strerror}") from error
+    if hashlib.sha256(data).hexdigest() != body["tensors_sha256"]:
+        raise CheckpointError(
+            f"{tensor_path} was truncated or altered after it was written: its {len(data)} bytes do not "
+            f"match the sha256 in {path}"
+        )
+    try:
+        return body, load(data)
+    except SafetensorError as error:
+        raise CheckpointError(f"{tensor_path} is not a safetensors file: {error}") from error
+
+
+def _digest(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,1 @@
+"""The simulator: one loop over rounds, interchangeable executors, a cost model, checkpoints."""

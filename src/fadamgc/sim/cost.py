@@ -1,0 +1,152 @@
+"""What a round costs: bytes as really sent, seconds from link speeds and step times.
+
+A record keeps the work of its round client by client, so a finished run can be priced again for other
+links and devices without running it again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fadamgc.algorithm import AnyAlgorithm
+from fadamgc.errors import InputError
+
+PerClient = float | tuple[float, ...]
+
+
+class Work(NamedTuple):
+    """What clients did at the same time: one entry a client in each field."""
+
+    clients: tuple[int, ...]
+    steps: tuple[int, ...]  # gradient evaluations
+    down: tuple[int, ...]  # bytes received
+    up: tuple[int, ...]  # bytes sent
+
+
+class Traffic(NamedTuple):
+    """Bytes between the server and ONE client in a round."""
+
+    down: int
+    up: int  # sent by every sampled client
+    up_tracked: int  # sent beside that by a tracked client
+
+    def work(self, clients: Sequence[int], tracked: Sequence[int], steps: Sequence[int]) -> Work:
+        """The work of a round in which these clients took part."""
+        chosen = set(tracked)
+        return Work(
+            clients=tuple(clients),
+            steps=tuple(steps),
+            down=(self.down,) * len(clients),
+            up=tuple(self.up + (self.up_tracked if i in chosen else 0) for i in clients),
+        )
+
+
+def traffic(
+    algorithm: AnyAlgorithm,
+    d: int,
+    dtype: torch.dtype = torch.float32,
+    buffers: Mapping[str, Tensor] | None = None,
+) -> Traffic:
+    """Bytes that an algorithm sends for a model of d numbers, found by asking it for its messages.
+
+    Buffers travel with the model, both ways.
+
+    >>> from fadamgc import FAdamGC
+    >>> traffic(FAdamGC(), d=1000)
+    Traffic(down=8000, up=4000, up_tracked=4000)
+    """
+    x = torch.empty(d, dtype=dtype, device="meta")
+    g = x if algorithm.init_gradient or algorithm.round_gradient else None
+    down = algorithm.broadcast(algorithm.init_server(x, g))
+    client = algorithm.init_client(x, g)
+    local = algorithm.begin(down, client, g)
+    _, local = algorithm.direction(down, client, local, x)
+    _, up = algorithm.finish(down, client, local, x, 1, True)
+    extra = sum(_bytes(b) for b in (buffers or {}).values())
+    always = [f for f in up._fields if f not in algorithm.tracked_only]
+    sometimes = [f for f in up._fields if f in algorithm.tracked_only]
+    return Traffic(
+        down=sum(_bytes(t) for t in down) + extra,
+        up=sum(_bytes(getattr(up, f)) for f in always) + extra,
+        up_tracked=sum(_bytes(getattr(up, f)) for f in sometimes),
+    )
+
+
+def _bytes(t: Tensor) -> int:
+    return t.numel() * t.element_size()
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Seconds of a round from what its clients did.
+
+    Each client takes ``latency + bits down / down_mbps + bits up / up_mbps + steps * seconds_per_step``;
+    the round takes the mean of that over its clients (the paper's reading) or the slowest client's.
+
+    Args:
+        down_mbps: link speed from the server, in millions of bits a second; math.inf is free.
+        up_mbps: link speed to the server.
+        seconds_per_step: time of one local gradient step.
+        latency: seconds a round beside that.
+        per_round: "mean" or "slowest".
+
+    The first four may be one number, or one for each client of the task.
+
+    >>> CostModel(down_mbps=8, up_mbps=8).seconds(Work((0, 1), (5, 5), (10**6, 10**6), (10**6, 0)))
+    1.5
+    """
+
+    down_mbps: PerClient = 100.0
+    up_mbps: PerClient = 100.0
+    seconds_per_step: PerClient = 0.0
+    latency: PerClient = 0.0
+    per_round: Literal["mean", "slowest"] = "mean"
+
+    def __post_init__(self) -> None:
+        for field in fields(self)[:4]:
+            value = getattr(self, field.name)
+            if isinstance(value, list):
+                object.__setattr__(self, field.name, value := tuple(value))
+            link = field.name.endswith("mbps")
+            for number in value if isinstance(value, tuple) else (value,):
+                good = isinstance(number, (int, float)) and not math.isnan(number)
+                if not good or number < 0 or (link and number == 0) or (not link and math.isinf(number)):
+                    raise InputError(
+                        f"CostModel.{field.name}={number!r} is not accepted; "
+                        f"it must be a number {'> 0' if link else '>= 0'}"
+                    )
+        if self.per_round not in ("mean", "slowest"):
+            raise InputError(
+                f"CostModel.per_round={self.per_round!r} is not accepted; it must be 'mean' or 'slowest'"
+            )
+
+    def seconds(self, work: Work) -> float:
+        """Seconds that one round, or one exchange before the first, takes."""
+        if not work.clients:
+            return 0.0
+        each = (
+            self._of("latency", work.clients)
+            + 8e-6 * np.asarray(work.down, dtype=float) / self._of("down_mbps", work.clients)
+            + 8e-6 * np.asarray(work.up, dtype=float) / self._of("up_mbps", work.clients)
+            + np.asarray(work.steps, dtype=float) * self._of("seconds_per_step", work.clients)
+        )
+        return float(each.mean() if self.per_round == "mean" else each.max())
+
+    def _of(self, name: str, clients: tuple[int, ...]) -> NDArray[np.float64]:
+        value: Any = getattr(self, name)
+        if not isinstance(value, tuple):
+            return np.full(len(clients), float(value))
+        if max(clients) >= len(value):
+            raise InputError(
+                f"CostModel.{name} has {len(value)} entries, client {max(clients)} needs its own; "
+                "give one number, or one for each client"
+            )
+        return np.asarray(value, dtype=float)[list(clients)]

@@ -1,0 +1,60 @@
+"""The ways to carry out a round on one machine, and the choice between them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TypeAlias
+
+from torch import nn
+
+from fadamgc.errors import InputError, nearest
+from fadamgc.sim.executors.base import Executor, Job, Result, Round
+from fadamgc.sim.executors.loop import LoopExecutor
+from fadamgc.sim.executors.vectorized import VectorizedExecutor
+from fadamgc.sim.problem import Problem
+
+__all__ = [
+    "Executor",
+    "ExecutorChoice",
+    "Job",
+    "LoopExecutor",
+    "Result",
+    "Round",
+    "VectorizedExecutor",
+    "make_executor",
+]
+
+ExecutorChoice: TypeAlias = str | Callable[[Problem], Executor]
+
+EXECUTORS: dict[str, Callable[[Problem], Executor]] = {
+    "loop": LoopExecutor,
+    "vectorized": VectorizedExecutor,
+}
+SMALL = 1_000_000  # parameters up to which a batch of clients pays on a CPU
+
+log = logging.getLogger("fadamgc")
+
+
+def make_executor(choice: ExecutorChoice, problem: Problem) -> Executor:
+    """An executor by name ("auto", "loop", "vectorized"), or by a factory of the caller's."""
+    if callable(choice):
+        return choice(problem)
+    if choice == "auto":
+        return _auto(problem)
+    if choice not in EXECUTORS:
+        known = ["auto", *EXECUTORS]
+        hint = nearest(str(choice), known)
+        raise InputError(f"executor={choice!r} is not known{hint}; known are {', '.join(known)}")
+    return EXECUTORS[choice](problem)
+
+
+def _auto(problem: Problem) -> Executor:
+    """Small models without convolutions as a block, all others one client at a time."""
+    convolutions = any(isinstance(m, nn.modules.conv._ConvNd) for m in problem.module.modules())
+    if problem.flat.d <= SMALL and not convolutions:
+        try:
+            return VectorizedExecutor(problem)
+        except InputError as error:
+            log.info("executor auto: loop (%s)", error)
+    return LoopExecutor(problem)

@@ -1,0 +1,170 @@
+"""A task as pure functions of flat vectors, on one device and in one dtype."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Mapping
+from functools import cached_property
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.func import functional_call, vmap
+
+from fadamgc.flat import Flat
+from fadamgc.sim.sampling import GRADIENT, torch_seed
+from fadamgc.task import Task, cast
+
+Buffers: TypeAlias = dict[str, Tensor]
+
+CHUNK = 2048  # samples in one forward pass of an evaluation or of a whole-data gradient
+
+
+class Problem:
+    """The functions that executors differentiate and the engine evaluates.
+
+    Attributes:
+        x0: the trainable parameters of the task's model.
+        buffers0: the buffers that training changes.
+        fixed: everything else in the model, by name.
+        inputs, targets: the data of all clients, one after the other.
+        start, size: where each client's data begin, and how many samples they are.
+    """
+
+    def __init__(
+        self, task: Task, dtype: torch.dtype | None = None, device: str | torch.device | None = None
+    ):
+        module = copy.deepcopy(task.model)
+        parameters = [p for p in module.parameters() if p.is_floating_point()]
+        self.task = task
+        self.dtype = dtype or parameters[0].dtype
+        self.device = torch.device(device) if device is not None else parameters[0].device
+        self.module = module.to(device=self.device, dtype=self.dtype).requires_grad_(False)
+        self.flat = Flat.of(task.model)
+        self.x0 = self.flat.flatten(self.module)
+        self.inputs, self.targets = (
+            torch.cat([cast(pair[part], self.dtype, self.device) for pair in task.pairs]) for part in (0, 1)
+        )
+        self.size = np.array([len(x) for x, _ in task.pairs], dtype=np.int64)
+        self.start = np.concatenate([[0], np.cumsum(self.size)[:-1]])
+        self.test: tuple[Tensor, Tensor] | None = None
+        if task.test_pair is not None:
+            x, y = task.test_pair
+            self.test = cast(x, self.dtype, self.device), cast(y, self.dtype, self.device)
+        self.module.train()
+        moving = self._moving_buffers()
+        everything = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+        self.buffers0: Buffers = {name: everything[name].detach().clone() for name in moving}
+        self.fixed: Buffers = {
+            name: value.detach()
+            for name, value in everything.items()
+            if name not in self.flat.names and name not in moving
+        }
+
+    @property
+    def n(self) -> int:
+        """How many clients there are."""
+        return len(self.size)
+
+    def _moving_buffers(self) -> set[str]:
+        """Names of the buffers that a forward pass in training mode changes."""
+        before = {name: value.clone() for name, value in self.module.named_buffers()}
+        if not before:
+            return set()
+        after = {name: value.clone() for name, value in before.items()}
+        rows = slice(int(self.start[self.size.argmax()]), None)
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            functional_call(self.module, after, (self.inputs[rows][:2],))
+        return {name for name in before if not torch.equal(before[name], after[name])}
+
+    def loss(self, x: Tensor, buffers: Mapping[str, Tensor], inputs: Tensor, targets: Tensor) -> Tensor:
+        """Training loss at x on one batch. CHANGES the buffers in place, as the module would."""
+        return self.task.loss(self._output(x, buffers, inputs), targets)
+
+    def sample_losses(
+        self, x: Tensor, buffers: Mapping[str, Tensor], inputs: Tensor, targets: Tensor
+    ) -> Tensor:
+        """Training loss at x of each sample of a batch on its own. CHANGES the buffers in place."""
+
+        def alone(output: Tensor, target: Tensor) -> Tensor:
+            return self.task.loss(output[None], target[None])
+
+        losses: Tensor = vmap(alone)(self._output(x, buffers, inputs), targets)
+        return losses
+
+    def _output(self, x: Tensor, buffers: Mapping[str, Tensor], inputs: Tensor) -> Tensor:
+        state = {**self.flat.unflatten(x), **buffers, **self.fixed}
+        output: Tensor = functional_call(self.module, state, (inputs,))
+        return output
+
+    def gradient(
+        self, x: Tensor, buffers: Mapping[str, Tensor], inputs: Tensor, targets: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Gradient and loss at x on one batch. CHANGES the buffers in place."""
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            loss = self.loss(x, buffers, inputs, targets)
+            (g,) = torch.autograd.grad(loss, x)
+        return g, loss.detach()
+
+    def whole_gradient(
+        self, x: Tensor, buffers: Mapping[str, Tensor], client: int, seed: int, t: int
+    ) -> Tensor:
+        """Gradient at x of the loss over all of a client's data; buffers are left alone."""
+        start, size = int(self.start[client]), int(self.size[client])
+        total = torch.zeros_like(x)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(torch_seed(seed, GRADIENT, t, client))
+            for first in range(start, start + size, CHUNK):
+                rows = slice(first, min(first + CHUNK, start + size))
+                scratch = {name: value.clone() for name, value in buffers.items()}
+                g, _ = self.gradient(x, scratch, self.inputs[rows], self.targets[rows])
+                total = total + g * ((rows.stop - rows.start) / size)
+        return total
+
+    @torch.no_grad()
+    def evaluate(self, x: Tensor, buffers: Mapping[str, Tensor]) -> dict[str, float]:
+        """Loss, accuracy (where that is the metric) and metric on the test data."""
+        if self.test is None:
+            return {}
+        inputs, targets = self.test
+        state = {**self.flat.unflatten(x), **buffers, **self.fixed}
+        self.module.eval()
+        try:
+            pieces = [functional_call(self.module, state, (chunk,)) for chunk in torch.split(inputs, CHUNK)]
+        finally:
+            self.module.train()
+        output = torch.cat(pieces)
+        values = {"test_loss": float(self.task.loss(output, targets))}
+        if self.task.metric == "accuracy":
+            values["test_accuracy"] = float((output.argmax(dim=1) == targets).double().mean())
+            values["test_metric"] = values["test_accuracy"]
+        elif self.task.metric == "loss":
+            values["test_metric"] = values["test_loss"]
+        else:
+            assert callable(self.task.metric)
+            values["test_metric"] = float(self.task.metric(output, targets))
+        return values
+
+    @cached_property
+    def fingerprint(self) -> dict[str, str]:
+        """Digests of the data and of the model, to tell one task from another."""
+        data = [self.inputs, self.targets, torch.from_numpy(self.size), *(self.test or ())]
+        model = [self.x0, *self.buffers0.values(), *self.fixed.values()]
+        layout = repr((self.flat, list(self.buffers0), list(self.fixed), self.module))
+        return {
+            "data": _digest(data),
+            "model": _digest(model, layout),
+            "loss": getattr(self.task.loss, "__qualname__", type(self.task.loss).__qualname__),
+        }
+
+
+def _digest(tensors: list[Tensor], text: str = "") -> str:
+    sha = hashlib.sha256(text.encode())
+    for tensor in tensors:
+        flat = tensor.detach().cpu().contiguous()
+        sha.update(repr((tuple(flat.shape), flat.dtype)).encode())
+        sha.update(flat.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return sha.hexdigest()

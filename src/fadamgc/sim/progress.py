@@ -1,0 +1,39 @@
+"""A progress bar for a single run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from fadamgc.sim.run import Record
+
+
+@contextmanager
+def progress_bar(show: bool, label: str, rounds: int, done: int) -> Iterator[Callable[[Record], None]]:
+    """A progress bar on stderr if that is a terminal."""
+    console = Console(stderr=True)
+    if not show or not (console.is_terminal or console.is_jupyter):
+        yield _nothing
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[metric]}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as bar:
+        item = bar.add_task(label, total=rounds, completed=done, metric="")
+
+        def advance(record: Record) -> None:
+            shown = "" if record.test_metric is None else f"{record.test_metric:.4g}"
+            bar.update(item, completed=record.round, metric=shown)
+
+        yield advance
+
+
+def _nothing(_: Record) -> None:
+    pass
