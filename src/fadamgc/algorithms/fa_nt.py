@@ -131,7 +131,7 @@ class ModelOnly(NamedTuple):
 
 
 class LocalFormClient(NamedTuple):
-    z: Tensor  # z_i of the last round plus (x_i - x) / (K eta_l): all of the next z_i but the server's part
+    z_open: Tensor  # z_i + (x_i - x) / (K eta_l) of the last round: the next z_i but for the server's part
     x: Tensor  # the server's x of that round
     rate: Tensor  # 1 / (K eta_g eta_l) of that round; 0 before the first
     v: Tensor
@@ -174,21 +174,21 @@ class FANTLocal(NaiveTracking[ModelOnly, ModelOnly, LocalFormClient, DeltaOnly])
 
     def init_client(self, x: Tensor, g: Tensor | None = None) -> LocalFormClient:
         zero = torch.zeros_like(x)
-        return LocalFormClient(z=zero, x=zero, rate=number(x), v=zero, v_hat=zero)
+        return LocalFormClient(z_open=zero, x=zero, rate=number(x), v=zero, v_hat=zero)
 
     def broadcast(self, server: ModelOnly) -> ModelOnly:
         return ModelOnly(server.x)
 
     def begin(self, down: ModelOnly, client: LocalFormClient, g: Tensor | None = None) -> Local:
-        return self.start(client.v, client.v_hat, z=client.z - client.rate * (down.x - client.x))
+        return self.start(client.v, client.v_hat, z=client.z_open - client.rate * (down.x - client.x))
 
     def finish(
         self, down: ModelOnly, client: LocalFormClient, local: Local, x: Tensor, K: Steps, tracked: Flag
     ) -> tuple[LocalFormClient, DeltaOnly]:
         dx = x - down.x
-        z = local.z + dx / (K * self.eta_l)
+        z_open = local.z + dx / (K * self.eta_l)
         rate = number(x, 1.0) / (K * self.eta_g * self.eta_l)
-        return LocalFormClient(z, down.x.expand_as(x), rate, local.v, local.v_hat), DeltaOnly(dx)
+        return LocalFormClient(z_open, down.x.expand_as(x), rate, local.v, local.v_hat), DeltaOnly(dx)
 
     def aggregate(self, server: ModelOnly, total: DeltaOnly, cohort: Cohort) -> ModelOnly:
         return ModelOnly(server.x + self.eta_g * (total.dx / cohort.S))

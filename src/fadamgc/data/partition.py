@@ -203,8 +203,8 @@ def _draw(rng: np.random.Generator, class_sizes: IntArray, clients: int, alpha: 
     """Samples per client and class, (clients, classes), of one draw."""
     counts = np.empty((clients, len(class_sizes)), dtype=np.int64)
     for c, size in enumerate(class_sizes):
-        cuts = np.rint(np.cumsum(_shares(rng, clients, alpha)) * size).astype(np.int64)
-        cuts[-1] = size
+        ends = np.cumsum(_shares(rng, clients, alpha))
+        cuts = np.rint(ends / ends[-1] * size).astype(np.int64)
         # In a new order for every class, or rounding would favour the same clients each time.
         counts[rng.permutation(clients), c] = np.diff(cuts, prepend=0)
     return counts
