@@ -21,6 +21,7 @@ from fadamgc.algorithms import (
     register,
 )
 from fadamgc.errors import CheckpointError, FadamgcError, InputError, NonFiniteError
+from fadamgc.optim import ClientOptimizer
 from fadamgc.sim.cost import CostModel
 from fadamgc.sim.engine import RoundEnd, simulate
 from fadamgc.sim.run import Record, Run, load_run
@@ -32,6 +33,7 @@ __all__ = [
     "FANT",
     "Algorithm",
     "CheckpointError",
+    "ClientOptimizer",
     "Cohort",
     "CostModel",
     "FANTLocal",

@@ -153,6 +153,30 @@ def add(a: StateT, b: StateT) -> StateT:
     return type(a)(*(p + q for p, q in zip(a, b, strict=True)))
 
 
+class Example(NamedTuple):
+    """One of each kind of state and message that an algorithm has."""
+
+    server: Any
+    down: Any
+    client: Any
+    local: Any
+    up: Any
+
+
+def example(algorithm: AnyAlgorithm, x: Tensor) -> Example:
+    """A round on vectors like x, for what can be learned from types, names and sizes alone.
+
+    x may be empty, or on torch's "meta" device, where nothing is computed.
+    """
+    g = x if algorithm.init_gradient or algorithm.round_gradient else None
+    server = algorithm.init_server(x, g)
+    down = algorithm.broadcast(server)
+    client = algorithm.init_client(x, g)
+    _, local = algorithm.direction(down, client, algorithm.begin(down, client, g), x)
+    _, up = algorithm.finish(down, client, local, x, 1, True)
+    return Example(server, down, client, local, up)
+
+
 # Fields with a rule, so that a wrong value is refused where it is given.
 
 

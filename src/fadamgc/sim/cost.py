@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fadamgc.algorithm import AnyAlgorithm
+from fadamgc.algorithm import AnyAlgorithm, example
 from fadamgc.errors import InputError
 
 PerClient = float | tuple[float, ...]
@@ -63,13 +63,7 @@ def traffic(
     >>> traffic(FAdamGC(), d=1000)
     Traffic(down=8000, up=4000, up_tracked=4000)
     """
-    x = torch.empty(d, dtype=dtype, device="meta")
-    g = x if algorithm.init_gradient or algorithm.round_gradient else None
-    down = algorithm.broadcast(algorithm.init_server(x, g))
-    client = algorithm.init_client(x, g)
-    local = algorithm.begin(down, client, g)
-    _, local = algorithm.direction(down, client, local, x)
-    _, up = algorithm.finish(down, client, local, x, 1, True)
+    _, down, _, _, up = example(algorithm, torch.empty(d, dtype=dtype, device="meta"))
     extra = sum(_bytes(b) for b in (buffers or {}).values())
     always = [f for f in up._fields if f not in algorithm.tracked_only]
     sometimes = [f for f in up._fields if f in algorithm.tracked_only]

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fadamgc.algorithm import AnyAlgorithm
+from fadamgc.algorithm import AnyAlgorithm, example
 from fadamgc.algorithms import algorithms, make_algorithm
 from fadamgc.errors import FadamgcError, InputError
 from fadamgc.files import read_bundle, write_bundle
@@ -235,9 +235,9 @@ def read_run(folder: Path, name: str, task: Task | None = None) -> Run:
                 f"algorithm {settings['algorithm']!r} of {folder} is not registered here; "
                 "call fadamgc.register before loading"
             )
-        blank = torch.empty(0)
-        server = _unpack("server", algorithm.init_server(blank), tensors)
-        initial = _unpack("initial", algorithm.init_client(blank), tensors)
+        like = example(algorithm, torch.empty(0))
+        server = _unpack("server", like.server, tensors)
+        initial = _unpack("initial", like.client, tensors)
         states = {i: _unpack(f"client.{i}", initial, tensors) for i in body["participants"]}
         clients = ClientStates(body["n"], initial, states)
         buffers = {k.removeprefix("buffer."): v for k, v in tensors.items() if k.startswith("buffer.")}

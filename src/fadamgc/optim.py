@@ -1,0 +1,218 @@
+"""The client side of every algorithm as a torch optimizer, for a training loop of one's own."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fadamgc.algorithm import AnyAlgorithm, example
+from fadamgc.errors import FadamgcError, InputError, nearest
+
+GROUP_KEYS = ("params", "lr", "param_names", "initial_lr")
+
+
+class ClientOptimizer(Optimizer):
+    """One client's part of a federated algorithm, step by step under the caller's control.
+
+    The server's part is the algorithm's own: ``init_server``, ``broadcast``, ``aggregate``. Vectors are
+    the trainable parameters of all groups, one after the other: with ``model.parameters()`` that is the
+    order of ``Run.x``. The client's state (y_i, v_i, ...) lives in the optimizer, survives from round to
+    round, and travels in ``state_dict``, also in the middle of a round. Buffers such as BatchNorm's are
+    no business of an optimizer: average them beside it.
+
+    A group's ``lr`` is its eta_l and may be changed by a scheduler. A change counts from the next
+    ``start_round`` on, because rules such as SCAFFOLD's divide by the step size of the whole round.
+
+    Args:
+        params: parameters or groups, as for any torch optimizer.
+        algorithm: the algorithm; its ``eta_l`` is the default ``lr``.
+        gradient: the client's gradient at the initial model, as a vector, for ``init="gradient"``.
+
+    Example:
+        >>> import fadamgc, torch
+        >>> model, algo = torch.nn.Linear(2, 1), fadamgc.FAdamGC(eta_l=0.1)
+        >>> x = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+        >>> server = algo.init_server(x)
+        >>> optimizer = fadamgc.ClientOptimizer(model.parameters(), algo)
+        >>> optimizer.start_round(algo.broadcast(server))
+        >>> for _ in range(3):
+        ...     optimizer.zero_grad()
+        ...     model(torch.ones(4, 2)).square().mean().backward()
+        ...     optimizer.step()
+        >>> up = optimizer.finish_round(tracked=True)
+        >>> server = algo.aggregate(server, up, fadamgc.Cohort(n=1, S=1, K=3))
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]],
+        algorithm: AnyAlgorithm,
+        gradient: Tensor | None = None,
+    ) -> None:
+        self.algorithm = algorithm
+        self._types = {
+            kind: type(value) for kind, value in example(algorithm, torch.empty(0))._asdict().items()
+        }
+        super().__init__(params, {"lr": algorithm.eta_l})
+        if algorithm.init_gradient and gradient is None:
+            raise InputError(
+                f"{type(algorithm).__name__} starts from gradients: pass gradient=, the client's gradient "
+                "at the initial model as a vector"
+            )
+        pieces = (
+            self._split("gradient", gradient) if algorithm.init_gradient else [None] * len(self.param_groups)
+        )
+        for group, piece in zip(self.param_groups, pieces, strict=True):
+            self._keep(group, "client", algorithm.init_client(_flatten(group), piece))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; only before the first round, since the server's vectors have one length."""
+        for key in param_group:
+            if key not in GROUP_KEYS:
+                raise InputError(
+                    f"a parameter group has no option {key!r}{nearest(key, GROUP_KEYS)}; "
+                    "it has 'lr', and all else belongs to the algorithm"
+                )
+        super().add_param_group(param_group)
+        trainable = _trainable(self.param_groups[-1])
+        kinds = {(p.dtype, p.device) for p in trainable}
+        if len(kinds) != 1:
+            raise InputError(
+                "a parameter group needs trainable parameters of one type and on one device; "
+                f"got {sorted(map(str, kinds))}"
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "algorithm": self.algorithm, "_types": self._types}
+
+    @property
+    def in_round(self) -> bool:
+        """Whether a round was started and not finished."""
+        return any("k" in self._state(group) for group in self.param_groups)
+
+    @torch.no_grad()
+    def start_round(self, down: Any, gradient: Tensor | None = None) -> None:
+        """Take what the server sent: set the parameters to ``down.x`` and begin the local steps.
+
+        A round that was started and not finished is given up; the client's state is as before it.
+
+        Args:
+            down: ``algorithm.broadcast(server)``.
+            gradient: the gradient of the client's whole data at ``down.x``, for algorithms that want
+                it (SCAFFOLD's option I).
+        """
+        if self.algorithm.round_gradient and gradient is None:
+            raise InputError(
+                f"{type(self.algorithm).__name__} wants the client's gradient at x: "
+                "pass start_round(down, gradient=...)"
+            )
+        pieces = self._split("gradient", gradient) if self.algorithm.round_gradient else None
+        columns = [self._split(f"down.{name}", value) for name, value in down._asdict().items()]
+        for i, group in enumerate(self.param_groups):
+            state = self._state(group)
+            part = type(down)(*(column[i] for column in columns))
+            state["k"], state["eta_l"] = 0, float(group["lr"])
+            local = self._algorithm(group).begin(
+                part, self._recall(group, "client"), None if pieces is None else pieces[i]
+            )
+            self._keep(group, "down", part)
+            self._keep(group, "local", local)
+            _load(group, part.x)
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One local step with the gradients that ``backward`` left behind."""
+        if not self.in_round:
+            raise FadamgcError("step() outside a round; call start_round(down) first")
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            state = self._state(group)
+            algo = self._algorithm(group)
+            down, client = self._recall(group, "down"), self._recall(group, "client")
+            direction, local = algo.direction(down, client, self._recall(group, "local"), _gradient(group))
+            _load(group, _flatten(group) - algo.eta_l * direction)
+            self._keep(group, "local", local)
+            state["k"] += 1
+        return loss
+
+    @torch.no_grad()
+    def finish_round(self, tracked: bool = True) -> Any:
+        """End the round: keep the client's new state and return what it sends to the server."""
+        if not self.in_round:
+            raise FadamgcError("finish_round() outside a round; call start_round(down) first")
+        if any(self._state(group)["k"] == 0 for group in self.param_groups):
+            raise FadamgcError("finish_round() before any step(); a round needs at least one local step")
+        ups = []
+        for group in self.param_groups:
+            state = self._state(group)
+            down, client = self._recall(group, "down"), self._recall(group, "client")
+            new, up = self._algorithm(group).finish(
+                down, client, self._recall(group, "local"), _flatten(group), state["k"], tracked
+            )
+            for key in [key for key in state if not key.startswith("client.")]:
+                del state[key]
+            self._keep(group, "client", new)
+            ups.append(up)
+        return type(ups[0])(*(torch.cat(column) for column in zip(*ups, strict=True)))
+
+    def _algorithm(self, group: dict[str, Any]) -> AnyAlgorithm:
+        return dataclasses.replace(self.algorithm, eta_l=self._state(group)["eta_l"])
+
+    def _split(self, name: str, vector: Tensor | None) -> list[Tensor]:
+        """The pieces of a vector that belong to the groups."""
+        sizes = [sum(p.numel() for p in _trainable(group)) for group in self.param_groups]
+        if vector is None or vector.shape != (sum(sizes),):
+            got = None if vector is None else tuple(vector.shape)
+            raise InputError(f"{name} of shape {got} does not fit parameters of {sum(sizes)} numbers")
+        pieces = torch.split(vector.detach(), sizes)
+        return [
+            piece.to(_trainable(group)[0]) for group, piece in zip(self.param_groups, pieces, strict=True)
+        ]
+
+    # A group's vectors are kept as the state of its first parameter, so that torch's own state_dict,
+    # load_state_dict and device handling know them.
+
+    def _state(self, group: dict[str, Any]) -> dict[str, Any]:
+        state: dict[str, Any] = self.state[_trainable(group)[0]]
+        return state
+
+    def _keep(self, group: dict[str, Any], kind: str, value: Any) -> None:
+        for name, tensor in value._asdict().items():
+            self._state(group)[f"{kind}.{name}"] = tensor
+
+    def _recall(self, group: dict[str, Any], kind: str) -> Any:
+        cls = self._types[kind]
+        state = self._state(group)
+        return cls(*(state[f"{kind}.{name}"] for name in cls._fields))
+
+
+def _trainable(group: dict[str, Any]) -> list[nn.Parameter]:
+    return [p for p in group["params"] if p.requires_grad]
+
+
+def _flatten(group: dict[str, Any]) -> Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in _trainable(group)])
+
+
+def _gradient(group: dict[str, Any]) -> Tensor:
+    return torch.cat(
+        [(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in _trainable(group)]
+    )
+
+
+def _load(group: dict[str, Any], x: Tensor) -> None:
+    parameters = _trainable(group)
+    for p, value in zip(parameters, torch.split(x, [p.numel() for p in parameters]), strict=True):
+        p.copy_(value.view_as(p))

@@ -1,0 +1,274 @@
+"""What every algorithm must pass, by being registered."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import fadamgc
+from fadamgc.algorithm import Cohort, add, example
+from fadamgc.algorithms import algorithm_class
+from fadamgc.sim.cost import traffic
+from fadamgc.sim.problem import Problem
+from fadamgc.sim.sampling import batches, draw
+from problems import class_task, settings_for
+
+NAMES = fadamgc.algorithms()
+
+
+def variants(name: str) -> list[fadamgc.Algorithm]:
+    """The defaults, and every other choice of every field that is a choice."""
+    cls = algorithm_class(name)
+    found = [cls()]
+    for field in dataclasses.fields(cls):
+        for value in ("restart", "gradient", "reset", "I", "amsgrad", True):
+            try:
+                other = dataclasses.replace(cls(), **{field.name: value})
+            except fadamgc.InputError:
+                continue
+            if other != found[0] and isinstance(field.default, (str, bool)):
+                found.append(other)
+    return found
+
+
+VARIANTS = [pytest.param(algo, id=repr(algo)[:90]) for name in NAMES for algo in variants(name)]
+DEFAULTS = [pytest.param(fadamgc.make_algorithm(name), id=name) for name in NAMES]
+
+
+def test_the_variants_are_found():
+    assert fadamgc.FAdamGC(init="gradient") in variants("fadamgc")
+    assert fadamgc.FAdamGC(v_hat="restart") in variants("fadamgc")
+    assert fadamgc.Scaffold(option="I") in variants("scaffold")
+    assert fadamgc.FedAdam(bias_correction=True) in variants("fedadam")
+    assert fadamgc.FedAMS(option="amsgrad") in variants("fedams")
+
+
+@pytest.mark.parametrize("algo", VARIANTS)
+def test_loop_vectorized_and_client_optimizer_agree(algo):
+    task = class_task()
+    rounds, K, B, seed = 4, 5, 8, 3
+    who = settings_for(algo, task.n)
+    runs = [
+        fadamgc.simulate(
+            algo, task, rounds=rounds, local_steps=K, batch_size=B, seed=seed,
+            dtype=torch.float64, executor=executor, **who,
+        )
+        for executor in ("loop", "vectorized")
+    ]  # fmt: skip
+    by_hand = with_client_optimizer(algo, task, rounds, who, K, B, seed)
+    for x in (runs[1].x, by_hand):
+        torch.testing.assert_close(x, runs[0].x, rtol=1e-12, atol=1e-13)
+    for a, b in zip(runs[0].history, runs[1].history, strict=True):
+        assert a.train_loss == pytest.approx(b.train_loss, rel=1e-12)
+        assert (a.sampled, a.tracked, a.bytes_up, a.bytes_down) == (
+            b.sampled,
+            b.tracked,
+            b.bytes_up,
+            b.bytes_down,
+        )
+    for a, b in zip(runs[0].clients, runs[1].clients, strict=True):
+        for field, value in a._asdict().items():
+            torch.testing.assert_close(getattr(b, field), value, rtol=1e-11, atol=1e-12)
+
+
+def with_client_optimizer(algo, task, rounds, who, K, B, seed):
+    """The same federation in a training loop of one's own: nothing of the simulator but its draws."""
+    model = Problem(task, torch.float64).module.requires_grad_(True)
+    problem = Problem(task, torch.float64)
+    loss_of = task.loss
+
+    def whole_gradient(x, client):
+        return problem.whole_gradient(x, {}, client, seed, 0)
+
+    x = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+    starts = [whole_gradient(x, i) if algo.init_gradient else None for i in range(task.n)]
+    server = algo.init_server(x, torch.stack(starts).mean(0) if algo.init_gradient else None)
+    optimizers = [fadamgc.ClientOptimizer(model.parameters(), algo, g) for g in starts]
+    for t in range(1, rounds + 1):
+        sampled, tracked = draw(seed, t, task.n, who["sampled"], who["tracked"])
+        down = algo.broadcast(server)
+        total = None
+        for i in sampled:
+            optimizer = optimizers[i]
+            optimizer.start_round(down, whole_gradient(down.x, i) if algo.round_gradient else None)
+            inputs, targets = task.pairs[i]
+            plan = batches(seed, t, i, len(inputs), B, K)
+            for k in range(K):
+                rows = torch.from_numpy(plan.rows[k, : plan.size[k]].copy())
+                optimizer.zero_grad()
+                loss_of(model(inputs[rows].double()), targets[rows]).backward()
+                optimizer.step()
+            up = optimizer.finish_round(tracked=i in tracked)
+            total = up if total is None else add(total, up)
+        server = algo.aggregate(server, total, Cohort(n=task.n, S=len(sampled), K=K))
+    return server.x
+
+
+@pytest.mark.parametrize(
+    ("algo", "plan"),
+    [
+        pytest.param(algo, plan, id=f"{name}-{next(iter(plan))}")
+        for name, algo in ((name, fadamgc.make_algorithm(name)) for name in NAMES)
+        for plan in ({"local_epochs": 2, "batch_size": 6}, {"local_steps": 7, "batch_size": 12})
+        if not (algo.full_participation and "local_epochs" in plan)  # it needs the same K at every client
+    ],
+)
+def test_ragged_clients_are_masked_correctly(algo, plan):
+    task = class_task(sizes=(1, 25, 6, 13, 4, 12))
+    runs = [
+        fadamgc.simulate(
+            algo, task, rounds=3, seed=5, dtype=torch.float64, executor=executor,
+            **settings_for(algo, task.n, 4, 2), **plan,
+        )
+        for executor in ("loop", "vectorized")
+    ]  # fmt: skip
+    torch.testing.assert_close(runs[1].x, runs[0].x, rtol=1e-12, atol=1e-13)
+    for a, b in zip(runs[0].clients, runs[1].clients, strict=True):
+        for field, value in a._asdict().items():
+            torch.testing.assert_close(getattr(b, field), value, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("algo", VARIANTS)
+def test_one_text_serves_a_client_and_a_block(algo):
+    random = torch.Generator().manual_seed(0)
+    C, d, K = 4, 6, torch.tensor([[1.0], [2.0], [3.0], [3.0]], dtype=torch.float64)
+    tracked = torch.tensor([[True], [False], [True], [False]])
+    normal = lambda *shape: torch.randn(*shape, generator=random, dtype=torch.float64)
+    like = example(algo, normal(d))
+    server = type(like.server)(*(normal(*f.shape).abs() for f in like.server))
+    down = algo.broadcast(server)
+    client = type(like.client)(*(normal(C, *f.shape).abs() for f in like.client))
+    g_x, g, x = normal(C, d), normal(C, d), normal(C, d)
+    direction, local = algo.direction(down, client, algo.begin(down, client, g_x), g)
+    state, up = algo.finish(down, client, local, x, K, tracked)
+    for c in range(C):
+        row = lambda t, c=c: type(t)(*(f[c] for f in t))
+        direction_c, local_c = algo.direction(down, row(client), algo.begin(down, row(client), g_x[c]), g[c])
+        state_c, up_c = algo.finish(down, row(client), local_c, x[c], int(K[c]), bool(tracked[c]))
+        assert torch.equal(direction[c], direction_c)
+        for block, one in ((local, local_c), (state, state_c), (up, up_c)):
+            assert type(block) is type(one)
+            for a, b in zip(row(block), one, strict=True):
+                assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("algo", VARIANTS)
+def test_methods_are_pure(algo):
+    x = torch.linspace(1, 2, 5, dtype=torch.float64)
+    before = example(algo, x)
+    copies = [[t.clone() for t in part] for part in before]
+    after = example(algo, x)
+    algo.aggregate(before.server, before.up, Cohort(n=4, S=2, K=1))
+    algo.finish(before.down, before.client, before.local, x + 1, 3, False)
+    algo.direction(before.down, before.client, before.local, x - 1)
+    for part, copy, again in zip(before, copies, after, strict=True):
+        for a, b, c in zip(part, copy, again, strict=True):
+            assert torch.equal(a, b)
+            assert torch.equal(a, c)
+
+
+@pytest.mark.parametrize("algo", DEFAULTS)
+def test_untracked_clients_send_nothing_that_only_tracked_ones_send(algo):
+    x = torch.linspace(1, 2, 5)
+    one = example(algo, x)
+    _, up = algo.finish(one.down, one.client, one.local, x + 1, 3, False)
+    for field in algo.tracked_only:
+        assert torch.equal(getattr(up, field), torch.zeros_like(x))
+    assert set(algo.tracked_only) <= set(up._fields)
+
+
+@pytest.mark.parametrize("algo", DEFAULTS)
+def test_bytes_are_those_of_the_messages(algo):
+    task = class_task()
+    who = settings_for(algo, task.n)
+    run = fadamgc.simulate(algo, task, rounds=2, local_steps=2, batch_size=4, **who)
+    one = example(algo, run.x)
+    size = lambda fields: sum(t.numel() * t.element_size() for t in fields)
+    extra = [getattr(one.up, f) for f in algo.tracked_only]
+    for record in run.history:
+        assert record.bytes_down == who["sampled"] * size(one.down)
+        assert record.bytes_up == who["sampled"] * (size(one.up) - size(extra)) + who["tracked"] * size(extra)
+    assert traffic(algo, run.x.numel()).down == size(one.down)
+
+
+@pytest.mark.parametrize("algo", DEFAULTS)
+def test_the_task_is_left_alone_and_the_result_repeats(algo):
+    task = class_task(
+        model=nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)), sizes=(4, 9, 5)
+    )
+    before = {name: value.clone() for name, value in task.model.state_dict().items()}
+    was_training, rng = task.model.training, torch.get_rng_state()
+    who = settings_for(algo, task.n, 2, 1)
+    one, two = (
+        fadamgc.simulate(algo, task, rounds=3, local_steps=3, batch_size=4, seed=9, **who) for _ in range(2)
+    )
+    assert torch.equal(one.x, two.x)
+    assert one.history == two.history
+    assert task.model.training == was_training
+    assert torch.equal(torch.get_rng_state(), rng)
+    for name, value in task.model.state_dict().items():
+        assert torch.equal(value, before[name])
+    assert all(p.grad is None for p in task.model.parameters())
+
+
+@pytest.mark.parametrize("algo", VARIANTS)
+def test_save_and_load(algo, tmp_path):
+    task = class_task()
+    run = fadamgc.simulate(algo, task, rounds=2, local_steps=2, batch_size=4, **settings_for(algo, task.n))
+    run.save(tmp_path / "run")
+    back = fadamgc.load_run(tmp_path / "run", task=task)
+    assert back.algorithm == algo
+    assert back.history == run.history
+    assert [r.wall_seconds for r in back.history] == [r.wall_seconds for r in run.history]
+    for a, b in zip([run.server, *run.clients], [back.server, *back.clients], strict=True):
+        assert type(a) is type(b)
+        assert all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
+    assert torch.equal(torch.nn.utils.parameters_to_vector(back.model.parameters()), run.x)
+
+
+@pytest.mark.parametrize("algo", DEFAULTS)
+def test_resume_is_bit_for_bit(algo, tmp_path):
+    task = class_task()
+    options = {"local_steps": 3, "batch_size": 4, "seed": 2, **settings_for(algo, task.n)}
+    whole = fadamgc.simulate(algo, task, rounds=5, **options)
+    for stop in (2, 4, 5):
+        run = fadamgc.simulate(algo, task, rounds=stop, checkpoint=tmp_path / "c", resume=True, **options)
+    assert run.history == whole.history
+    for a, b in zip([run.server, *run.clients], [whole.server, *whole.clients], strict=True):
+        assert all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+@given(data=st.data())
+def test_invariants_over_shapes_of_federations(name, data):
+    """Whatever n, S, S~, K, sizes and seed: y is the mean of the y_i, and who is absent is untouched."""
+    algo = fadamgc.make_algorithm(name, eta_l=data.draw(st.sampled_from([1e-3, 0.05])))
+    sizes = data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=6), label="sizes")
+    n = len(sizes)
+    S = n if algo.full_participation else data.draw(st.integers(1, n), label="S")
+    tracked = n if algo.full_participation else data.draw(st.integers(0, S), label="tracked")
+    K, seed = data.draw(st.integers(1, 4), label="K"), data.draw(st.integers(0, 2**40), label="seed")
+    seen = []
+    run = fadamgc.simulate(
+        algo, class_task(sizes), rounds=3, sampled=S, tracked=tracked, local_steps=K, batch_size=4, seed=seed,
+        dtype=torch.float64, executor="loop", callbacks=[lambda end: seen.append(list(end.clients))],
+    )  # fmt: skip
+    states = [[run.clients.initial] * n, *seen]
+    for record, before, after in zip(run.history, states, seen, strict=False):
+        assert len(record.sampled) == S
+        assert len(record.tracked) == tracked
+        assert set(record.tracked) <= set(record.sampled)
+        for i in set(range(n)) - set(record.sampled):
+            assert all(torch.equal(p, q) for p, q in zip(before[i], after[i], strict=True))
+        if "y" in type(run.server)._fields:
+            for i in set(range(n)) - set(record.tracked):
+                assert torch.equal(before[i].y, after[i].y)
+    if "y" in type(run.server)._fields:
+        mean = torch.stack([client.y for client in run.clients]).mean(0)
+        torch.testing.assert_close(run.server.y, mean, rtol=1e-9, atol=1e-12)
