@@ -62,6 +62,8 @@ class VectorizedExecutor:
         algo, down, problem = round.algorithm, round.down, self.problem
         C = len(jobs)
         rows, weights = _stack_batches(jobs, problem)
+        if not self.samplewise:
+            weights = None  # the block has the same sizes throughout, and its batches are cut to them
         each = np.array([len(job.batches.size) for job in jobs])
         K: Steps = int(each[0])
         if (each != each[0]).any():
@@ -84,10 +86,9 @@ class VectorizedExecutor:
         local = algo.begin(down, client, g_x)
         loss_sum = torch.zeros(C, dtype=problem.dtype, device=problem.device)
         for k in range(int(each.max())):
+            at = rows[:, k] if self.samplewise else rows[:, k, : int(jobs[0].batches.size[k])]
             weight = None if weights is None else weights[:, k]
-            g, loss, new_buffers = self._gradient(
-                x, buffers, problem.inputs[rows[:, k]], problem.targets[rows[:, k]], weight
-            )
+            g, loss, new_buffers = self._gradient(x, buffers, problem.inputs[at], problem.targets[at], weight)
             direction, new_local = algo.direction(down, client, local, g)
             new_x = x - algo.eta_l * direction
             if (each > k).all():
