@@ -134,6 +134,8 @@ class Run:
     @property
     def x(self) -> Tensor:
         """The global model as a flat vector, in the order of ``model.parameters()``."""
+        if self.server is None:
+            raise FadamgcError("this run was saved without its states; only its records are here")
         x: Tensor = self.server.x
         return x
 

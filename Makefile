@@ -1,0 +1,41 @@
+# Two commands on a fresh machine with Python 3.11 and make:  make demo  |  make test
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+OUT    ?= out/compare
+WORKERS ?= 2
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test check format clean
+
+help:  ## Show this list
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+install: $(VENV)/.installed  ## Make the virtual environment and install everything into it
+
+# torch comes first and on its own, so that nothing else can pull another build of it.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(f"Python 3.11 or newer is needed, this is {v}; set PYTHON=") if v < (3, 11) else None'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt numpy
+	$(BIN)/pip install --quiet --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: install  ## Compare the seven methods of the paper on digits; results in out/compare
+	$(BIN)/fadamgc compare --out $(OUT) --overwrite
+
+test: install  ## Run all tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
+
+check: install  ## Lint and type-check
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: install  ## Format the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:  ## Remove the environment and what the tools left behind (not results)
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build src/*.egg-info

@@ -1,0 +1,378 @@
+"""The command line. Errors of this package end it with their message alone; tracebacks are defects."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from typer.core import TyperGroup
+
+from fadamgc.errors import FadamgcError, InputError
+
+if TYPE_CHECKING:
+    from fadamgc.experiments.results import Results
+    from fadamgc.experiments.runner import Failure
+    from fadamgc.experiments.spec import Spec
+
+# What a command needs beside this is imported when it runs, so that --help is quick.
+
+BAD_INPUT = 2
+INTERRUPTED = 130
+
+
+class Commands(TyperGroup):
+    """The group of commands, and the one place where errors become messages and exit codes."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command."""
+        try:
+            return super().invoke(ctx)
+        except FadamgcError as error:
+            from fadamgc.experiments.runner import Interrupted
+
+            if isinstance(error, Interrupted):
+                _say(str(error))
+                raise typer.Exit(INTERRUPTED) from None
+            for line in str(error).splitlines():
+                _say(f"error: {line}")
+            raise typer.Exit(BAD_INPUT) from None
+        except KeyboardInterrupt:
+            _say("stopped")
+            raise typer.Exit(INTERRUPTED) from None
+
+
+app = typer.Typer(
+    cls=Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def main() -> None:
+    """Entry point of the command ``fadamgc``."""
+    app()
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"fadamgc {version('fadamgc')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _fadamgc(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    """Federated optimisation with adaptive optimizers that do not drift.
+
+    Start with `fadamgc compare`: it runs seven methods on handwritten digits in about a minute, prints a
+    table and writes a report page.
+    """
+
+
+Out = Annotated[Path, typer.Option("--out", "-o", help="Folder for everything that is written.")]
+Rounds = Annotated[int | None, typer.Option(help="Global rounds, instead of the spec's.", show_default=False)]
+Seed = Annotated[int | None, typer.Option(help="The first seed, instead of the spec's.", show_default=False)]
+SeedCount = Annotated[
+    int | None,
+    typer.Option("--seeds", help="How many seeds, counted up from the first.", show_default=False),
+]
+Methods = Annotated[
+    str | None,
+    typer.Option(help="Only these methods of the spec, separated by commas.", show_default=False),
+]
+Workers = Annotated[
+    int | None,
+    typer.Option(help="Processes; the results do not depend on it.", show_default="one for each core"),
+]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress, only the results.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Keep the finished runs in the folder and go on.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the experiment in the folder.")]
+Tune = Annotated[
+    bool,
+    typer.Option("--tune", help="Choose the step sizes anew from the spec's grid first; takes much longer."),
+]
+
+
+@app.command()
+def compare(
+    preset: Annotated[str, typer.Option(help="A comparison that comes with fadamgc.")] = "digits",
+    tune: Tune = False,
+    seed: Seed = None,
+    seeds: SeedCount = None,
+    rounds: Rounds = None,
+    methods: Methods = None,
+    out: Out = Path("out/compare"),
+    workers: Workers = None,
+    quiet: Quiet = False,
+    resume: Resume = False,
+    overwrite: Overwrite = False,
+) -> None:
+    """Compare methods: rounds and simulated minutes to a target accuracy, over several seeds.
+
+    Prints a table and writes into the folder: `report.html` (one page that needs no network),
+    `results.csv`, `results.md`, `curves.csv`, `curves.png`, the spec, and the record of every run.
+
+    Examples:
+
+    - `fadamgc compare`
+    - `fadamgc compare --methods fadamgc,local_adam --rounds 30 --out out/two`
+    - `fadamgc compare --tune --out out/tuned`
+    """
+    from fadamgc.experiments import spec as specs
+
+    chosen = _adjusted(specs.preset(preset), seed, seeds, rounds, methods)
+    _experiment(chosen, out, tune, workers, quiet, resume, overwrite)
+
+
+@app.command()
+def run(
+    spec: Annotated[Path, typer.Argument(help="The experiment as a TOML file.", show_default=False)],
+    tune: Tune = False,
+    seed: Seed = None,
+    seeds: SeedCount = None,
+    rounds: Rounds = None,
+    methods: Methods = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", help="Folder to write to.", show_default="out/ and the name of the spec"),
+    ] = None,
+    workers: Workers = None,
+    quiet: Quiet = False,
+    resume: Resume = False,
+    overwrite: Overwrite = False,
+) -> None:
+    """Run an experiment of your own from a TOML file.
+
+    Every experiment's folder holds its `spec.toml`: run `fadamgc compare --rounds 1`, copy that file,
+    and change what you like.
+
+    Examples:
+
+    - `fadamgc run spec.toml`
+    - `fadamgc run spec.toml --seed 10 --seeds 2 --out out/again`
+    """
+    from fadamgc.experiments.spec import load_spec
+
+    chosen = _adjusted(load_spec(spec), seed, seeds, rounds, methods)
+    folder = out or Path("out") / Path(chosen.name).name
+    _experiment(chosen, folder, tune, workers, quiet, resume, overwrite)
+
+
+@app.command("list")
+def list_() -> None:
+    """Show what there is: algorithms with their settings and traffic, presets, tasks, executors."""
+    from rich.table import Table
+
+    from fadamgc.algorithms import algorithm_class, algorithms
+    from fadamgc.experiments.spec import TASKS, DigitsTask, preset, presets
+    from fadamgc.sim.cost import traffic
+    from fadamgc.sim.executors import EXECUTORS
+
+    console = _console()
+    table = Table(
+        title="Algorithms: vectors of the model's size between the server and one client in a round"
+    )
+    for title in ("name", "title", "down", "up", "up if tracked", "settings and their defaults"):
+        table.add_column(title, justify="right" if "up" in title or title == "down" else "left")
+    for name in algorithms():
+        cls = algorithm_class(name)
+        algorithm = cls()  # type: ignore[call-arg]  # every registered algorithm has defaults
+        sent = traffic(algorithm, d=1)
+        settings = ", ".join(
+            f"{f.name}={getattr(algorithm, f.name)!r}" for f in dataclasses.fields(algorithm)
+        )
+        vectors = [sent.down // 4, sent.up // 4, (sent.up + sent.up_tracked) // 4]
+        table.add_row(name, cls.title, *map(str, vectors), settings)
+    console.print(table)
+    for name in presets():
+        console.print(f"\npreset [bold]{name}[/]: {preset(name).title}", highlight=False)
+    for title, names in (
+        ("tasks", TASKS),
+        ("partitions", DigitsTask.PARTITION),
+        ("executors", ("auto", *EXECUTORS)),
+    ):
+        console.print(f"{title}: {', '.join(names)}", highlight=False)
+
+
+@app.command()
+def report(
+    folder: Annotated[
+        Path, typer.Argument(help="A folder that `compare` or `run` has written.", show_default=False)
+    ],
+    down_mbps: Annotated[
+        float | None, typer.Option(help="Link speed to the clients, in Mbps.", show_default="the spec's")
+    ] = None,
+    up_mbps: Annotated[
+        float | None, typer.Option(help="Link speed to the server, in Mbps.", show_default="the spec's")
+    ] = None,
+    seconds_per_step: Annotated[
+        float | None, typer.Option(help="Time of one local step.", show_default="the spec's")
+    ] = None,
+    latency: Annotated[
+        float | None, typer.Option(help="Seconds a round beside that.", show_default="the spec's")
+    ] = None,
+    per_round: Annotated[
+        Literal["mean", "slowest"] | None,
+        typer.Option(help="A round takes as long as its mean or slowest client.", show_default="the spec's"),
+    ] = None,
+) -> None:
+    """Make all tables, figures and the page again from saved runs, without running anything.
+
+    With options, the same runs are priced for other links and devices.
+
+    Examples:
+
+    - `fadamgc report out/compare`
+    - `fadamgc report out/compare --down-mbps 10 --up-mbps 1 --per-round slowest`
+    """
+    from fadamgc.experiments.report import write_report
+    from fadamgc.experiments.runner import read_spec
+
+    spec = read_spec(folder).replace(
+        "cost",
+        down_mbps=down_mbps,
+        up_mbps=up_mbps,
+        seconds_per_step=seconds_per_step,
+        latency=latency,
+        per_round=per_round,
+    )
+    _show(write_report(folder, spec.cost.model()), folder)
+
+
+@app.command()
+def partition(
+    data: Annotated[str, typer.Option(help="Labelled data.")] = "digits",
+    clients: Annotated[int, typer.Option(help="Number of clients.")] = 50,
+    kind: Annotated[
+        str, typer.Option("--partition", help="How labels are dealt: dirichlet, iid or shards.")
+    ] = "dirichlet",
+    alpha: Annotated[
+        float | None, typer.Option(help="Concentration of dirichlet; small is skewed.", show_default="0.1")
+    ] = None,
+    min_size: Annotated[
+        int | None, typer.Option(help="Least samples a client, of dirichlet.", show_default="1")
+    ] = None,
+    shards_per_client: Annotated[
+        int | None, typer.Option(help="Shards a client, of shards.", show_default="2")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the draw.")] = 0,
+    out: Annotated[Path, typer.Option("--out", "-o", help="The picture.")] = Path("partition.png"),
+) -> None:
+    """Draw which client holds which labels.
+
+    Examples:
+
+    - `fadamgc partition`
+    - `fadamgc partition --alpha 1 --clients 20 --out mild.png`
+    - `fadamgc partition --partition shards --shards-per-client 2`
+    """
+    import numpy as np
+
+    from fadamgc.data.picture import save_label_picture
+    from fadamgc.experiments.build import label_counts
+    from fadamgc.experiments.spec import task_spec
+
+    task = task_spec(
+        data=data,
+        clients=clients,
+        partition=kind,
+        alpha=alpha,
+        min_size=min_size,
+        shards_per_client=shards_per_client,
+    )
+    labels = label_counts(task, seed)
+    if labels is None:
+        raise InputError(f"data={data!r} has no labels to draw; use --data digits")
+    sizes, held = labels.counts.sum(axis=1), (labels.counts > 0).sum(axis=1)
+    try:
+        save_label_picture(labels.counts, out, title=f"{labels.note} (seed {seed})")
+    except OSError as error:
+        raise InputError(f"out={str(out)!r} cannot be written: {error.strerror}") from None
+    console = _console()
+    console.print(labels.note, highlight=False)
+    for what, values in (("samples a client", sizes), ("labels a client", held)):
+        console.print(
+            f"{what}: least {values.min()}, median {np.median(values):g}, most {values.max()}",
+            highlight=False,
+        )
+    console.print(f"picture: {out}", highlight=False, soft_wrap=True)
+
+
+# What compare and run have in common.
+
+
+def _adjusted(
+    spec: Spec, seed: int | None, seeds: int | None, rounds: int | None, methods: str | None
+) -> Spec:
+    """The spec with what the command line says."""
+    if seeds is not None and seeds < 1:
+        raise InputError(f"seeds={seeds} is not accepted; it must be a whole number >= 1")
+    first = spec.run.seeds[0] if seed is None else seed
+    count = len(spec.run.seeds) if seeds is None else seeds
+    all_seeds = spec.run.seeds if seed is None and seeds is None else tuple(range(first, first + count))
+    spec = spec.replace("run", rounds=rounds, seeds=all_seeds)
+    return spec if methods is None else spec.only(name.strip() for name in methods.split(","))
+
+
+def _experiment(
+    spec: Spec, out: Path, tune: bool, workers: int | None, quiet: bool, resume: bool, overwrite: bool
+) -> None:
+    from fadamgc.experiments.report import write_report
+    from fadamgc.experiments.runner import check, plan, prepare, run_spec, write_spec
+
+    began = time.perf_counter()
+    if tune:
+        from fadamgc.experiments.tune import tune as tune_spec
+
+        check(plan(spec, out))
+        prepare(out, resume, overwrite)
+        write_spec(spec, out)
+        tuned = tune_spec(spec, out, workers, quiet, resume)
+        for method in tuned.spec.methods:
+            chosen = ", ".join(f"{key}={method.hyperparameters[key]:g}" for key in ("eta_l", "eta_g"))
+            _say(f"tuned {method.label}: {chosen}")
+        for note in tuned.notes:
+            _say(f"note: {note}")
+        # What the folder holds now is this command's own.
+        spec, resume, overwrite = tuned.spec, True, False
+    failures = run_spec(spec, out, workers, quiet, resume, overwrite)
+    _show(write_report(out), out, time.perf_counter() - began)
+    _refuse(failures)
+
+
+def _show(results: Results, folder: Path, seconds: float | None = None) -> None:
+    from fadamgc.experiments.report import rich_table
+
+    console = _console()
+    console.print(rich_table(results))
+    if results.missing:
+        console.print(f"{results.missing} runs of the spec are not there", highlight=False)
+    took = "" if seconds is None else f" ({seconds:.0f} s)"
+    console.print(f"written{took}: {folder / 'report.html'}, and the tables and figures beside it")
+
+
+def _refuse(failures: tuple[Failure, ...]) -> None:
+    if failures:
+        raise FadamgcError("\n".join(f"{failure.job}: {failure.error}" for failure in failures))
+
+
+def _console() -> Console:
+    """Standard output; where it is no terminal, wide enough not to break a table."""
+    console = Console()
+    return console if console.is_terminal else Console(width=120)
+
+
+def _say(message: str) -> None:
+    print(message, file=sys.stderr)

@@ -1,0 +1,249 @@
+"""Bad input: each a message that names the field and the value, and nothing is changed by it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import fadamgc
+from problems import class_task, half_squared_error, mlp
+
+GOOD = {"rounds": 2, "sampled": 3, "tracked": 2, "local_steps": 2, "batch_size": 4, "seed": 0}
+
+BAD_SETTINGS = [
+    ({"tracked": 4}, "tracked=4 exceeds sampled=3"),
+    ({"sampled": 7}, "sampled=7 exceeds clients=6"),
+    ({"sampled": None, "tracked": 7}, "tracked=7 exceeds sampled=6"),
+    ({"sampled": 0, "tracked": None}, "sampled=0 .* >= 1"),
+    ({"tracked": -1}, "tracked=-1 .* >= 0"),
+    ({"local_steps": 0}, "local_steps=0 .* >= 1"),
+    ({"local_steps": 2.5}, "local_steps=2.5 .* whole number"),
+    ({"local_steps": None, "local_epochs": 0}, "local_epochs=0 .* >= 1"),
+    ({"local_epochs": 1}, "local_steps=2 and local_epochs=1 are both given"),
+    ({"batch_size": 0}, "batch_size=0 .* >= 1"),
+    ({"batch_size": True}, "batch_size=True"),
+    ({"rounds": -1}, "rounds=-1 .* >= 0"),
+    ({"rounds": None}, "rounds=None"),
+    ({"seed": -3}, "seed=-3 .* >= 0"),
+    ({"eval_every": 0}, "eval_every=0 .* >= 1"),
+    ({"target": math.nan}, "target=nan"),
+    ({"on_nonfinite": "ignore"}, "on_nonfinite='ignore' .* 'error' or 'drop'"),
+    ({"weights": "sizes"}, "weights='sizes'"),
+    ({"weights": [1, 2]}, "weights .* 6 numbers > 0.* got 2 numbers"),
+    ({"weights": [1, 1, 1, 1, 1, 0]}, "weights .* among them 0"),
+    ({"executor": "vectorised"}, "executor='vectorised' is not known; did you mean 'vectorized'"),
+    ({"schedule": [([0], [0])] * 2}, "schedule is given beside sampled=3"),
+]
+BAD_SCHEDULES = [
+    ([([], [])] * 2, "round 1 samples no client"),
+    ([([0, 1], [2])] * 2, "round 1: client 2 is tracked but not sampled"),
+    ([([0], [0]), ([6], [])], "round 2: sampled client 6 is not in 0..5"),
+    ([([0, 0], [])] * 2, "round 1: a client is sampled twice"),
+    ([([0], [])], "rounds=2 exceeds the schedule's 1"),
+    ([[1, 2], [3, 4]], "not a list of"),
+]
+
+
+@pytest.mark.parametrize(("bad", "message"), BAD_SETTINGS, ids=[m for _, m in BAD_SETTINGS])
+def test_settings(bad, message):
+    with pytest.raises(fadamgc.InputError, match=message):
+        fadamgc.simulate(fadamgc.FAdamGC(), class_task(), **(GOOD | bad))
+
+
+@pytest.mark.parametrize(("schedule", "message"), BAD_SCHEDULES, ids=[m for _, m in BAD_SCHEDULES])
+def test_schedules(schedule, message):
+    with pytest.raises(fadamgc.InputError, match=message):
+        fadamgc.simulate(
+            fadamgc.FAdamGC(),
+            class_task(),
+            **(GOOD | {"schedule": schedule, "sampled": None, "tracked": None}),
+        )
+
+
+def test_something_that_is_no_algorithm():
+    with pytest.raises(fadamgc.InputError, match="algorithm='fadamgc' is not an algorithm"):
+        fadamgc.simulate("fadamgc", class_task(), rounds=1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sampled": 3}, "FANTLocal needs all 6 clients sampled and tracked.*sampled=3, tracked=3"),
+        ({"tracked": 5}, "FANTLocal needs all 6 clients.*sampled=6, tracked=5"),
+        ({"schedule": [(range(6), range(6)), (range(6), range(5))]}, "round 2 has sampled=6, tracked=5"),
+        ({"local_steps": None, "local_epochs": 1}, "same number of local steps"),
+        ({"weights": "size"}, "weights='uniform'; got weights='size'"),
+        ({"on_nonfinite": "drop"}, "cannot go on without a client"),
+    ],
+)
+def test_the_local_form_needs_everybody(options, message):
+    base = {"rounds": 2, "local_steps": 2, "batch_size": 4}
+    with pytest.raises(fadamgc.InputError, match=message):
+        fadamgc.simulate(fadamgc.FANTLocal(), class_task(), **(base | options))
+
+
+# Tasks
+
+
+def pairs(*sizes: int):
+    return [(torch.ones(k, 5), torch.zeros(k, dtype=torch.long)) for k in sizes]
+
+
+def changed(i: int, x=None, y=None):
+    data = pairs(4, 4, 4)
+    data[i] = (data[i][0] if x is None else x, data[i][1] if y is None else y)
+    return data
+
+
+def at(tensor: torch.Tensor, index: tuple[int, ...] | int, value: float) -> torch.Tensor:
+    tensor = tensor.clone()
+    tensor[index] = value
+    return tensor
+
+
+NARROW, WIDE = torch.ones(3, 5), torch.ones(4, 6)
+X, Y = torch.ones(4, 5), torch.zeros(4, dtype=torch.long)
+ONES = torch.ones(4, 1)
+FROZEN = nn.Linear(5, 3).requires_grad_(False)
+BAD_TASKS = [
+    ({"clients": []}, r"clients=\[\] is empty"),
+    ({"clients": [*pairs(4, 4), (torch.ones(0, 5), torch.zeros(0, dtype=torch.long))]}, "client 2 is empty"),
+    ({"clients": changed(1, y=at(Y, 2, 3))}, r"client 1 has label 3 at sample 2; .* 3 outputs.* 0\.\.2"),
+    ({"clients": changed(1, y=at(Y, 0, -1))}, "client 1 has label -1 at sample 0"),
+    ({"test": (X, at(Y, 1, 9))}, "test data has label 9 at sample 1"),
+    (
+        {"clients": changed(2, x=WIDE)},
+        r"client 2 has inputs of shape \(6,\).*client 0 has \(5,\)",
+    ),
+    ({"clients": changed(2, y=torch.zeros(4, 1).long())}, r"client 2 has targets of shape \(1,\)"),
+    (
+        {"clients": changed(2, y=torch.zeros(4))},
+        "client 2 has targets of torch.float32, client 0 has torch.int64",
+    ),
+    ({"test": (torch.ones(4, 6), Y)}, r"the test data has inputs of shape \(6,\)"),
+    (
+        {"clients": changed(1, x=NARROW)},
+        r"client 1 has inputs of shape \(3, 5\) and targets",
+    ),
+    ({"clients": changed(2, x=at(X, (3, 1), math.nan))}, "client 2 has non-finite inputs: nan at sample 3"),
+    ({"clients": changed(0, x=at(X, (1, 1), math.inf))}, "client 0 has non-finite inputs: inf at sample 1"),
+    ({"test": (at(X, (0, 0), -math.inf), Y)}, "the test data has non-finite inputs: -inf at sample 0"),
+    ({"clients": [1, 2]}, "client 0 must be a pair"),
+    ({"model": FROZEN}, "Linear has no trainable parameters"),
+    ({"model": nn.Flatten()}, "Flatten has no trainable parameters"),
+    ({"model": "mlp"}, "model='mlp' is not a torch.nn.Module"),
+    ({"model": nn.Linear(7, 3)}, r"Linear failed on inputs of shape \(2, 5\)"),
+    (
+        {"loss": lambda o, y: F.cross_entropy(o, y, reduction="none")},
+        r"loss must return a scalar.*shape \(2,\)",
+    ),
+    ({"loss": lambda o, y: 1.0}, "loss must return a scalar.*float"),
+    ({"loss": F.mse_loss}, r"loss failed on output of shape \(2, 3\) and targets of shape \(2,\)"),
+    ({"metric": "acuracy"}, "metric='acuracy' is not known; did you mean 'accuracy'"),
+    ({"goal": "up"}, "goal='up'"),
+]
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size")
+@pytest.mark.parametrize(("bad", "message"), BAD_TASKS, ids=[m[:40] for _, m in BAD_TASKS])
+def test_tasks(bad, message):
+    good = {"model": mlp(), "loss": F.cross_entropy, "clients": pairs(4, 4, 4), "test": (X, Y)}
+    fadamgc.Task(**good)
+    with pytest.raises(fadamgc.InputError, match=message):
+        fadamgc.Task(**(good | bad))
+
+
+def test_non_finite_targets():
+    with pytest.raises(fadamgc.InputError, match="client 1 has non-finite targets: nan at sample 0"):
+        fadamgc.Task(
+            nn.Linear(5, 1),
+            half_squared_error,
+            [(X, torch.ones(4, 1)), (X, at(torch.ones(4, 1), (0, 0), math.nan))],
+        )
+
+
+# Updates that are not finite
+
+
+class Poisoned(nn.Module):
+    """A model whose output is not finite for one client's data once its weights have moved."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(5, 3)
+        self.register_buffer("origin", self.linear.weight.detach().clone())
+
+    def forward(self, x):
+        poison = (self.linear.weight - self.origin).abs().sum().detach()
+        for _ in range(12):
+            poison = poison * 1e30  # 0 stays 0, all else overflows
+        return self.linear(x) + torch.where(x[:, :1] > 50, poison, 0.0)
+
+
+def poisoned_task():
+    task = class_task(sizes=(6, 6, 6, 6))
+    clients = list(task.pairs)
+    clients[2] = (clients[2][0] + 100.0, clients[2][1])
+    return fadamgc.Task(Poisoned(), F.cross_entropy, clients, task.test_pair)
+
+
+@pytest.mark.parametrize("executor", ["loop", "vectorized"])
+@pytest.mark.parametrize(
+    "algo", [fadamgc.FAdamGC(), fadamgc.Scaffold(eta_l=1e-3), fadamgc.FedAvg(eta_l=1e-3)]
+)
+def test_a_non_finite_update_is_named(algo, executor):
+    with pytest.raises(fadamgc.NonFiniteError, match="client 2 .* round 1, at local step 2") as error:
+        fadamgc.simulate(algo, poisoned_task(), rounds=3, local_steps=4, executor=executor)
+    assert (error.value.client, error.value.round, error.value.step) == (2, 1, 2)
+
+
+@pytest.mark.parametrize("executor", ["loop", "vectorized"])
+@pytest.mark.parametrize("name", ["fadamgc", "scaffold", "scaffold_m", "fa_nt", "local_adam", "fedadam"])
+def test_a_dropped_client_is_left_as_it_was(name, executor):
+    algo = fadamgc.make_algorithm(name, eta_l=1e-3)
+    task = poisoned_task()
+    options = {"local_steps": 4, "dtype": torch.float64, "executor": executor}
+    everybody = [(range(4), range(4))] * 3
+    run = fadamgc.simulate(algo, task, schedule=everybody, on_nonfinite="drop", **options)
+    assert [r.dropped for r in run.history] == [(2,)] * 3
+    assert [r.sampled for r in run.history] == [(0, 1, 2, 3)] * 3
+    assert all(torch.equal(a, b) for a, b in zip(run.clients[2], run.clients.initial, strict=True))
+    assert torch.isfinite(run.x).all()
+    # The rest is what it would have been without the client; n is still 4.
+    rest = fadamgc.simulate(algo, task, schedule=[([0, 1, 3], [0, 1, 3])] * 3, **options)
+    torch.testing.assert_close(run.x, rest.x, rtol=1e-12, atol=1e-13)
+    if "y" in type(run.server)._fields:
+        mean = torch.stack([client.y for client in run.clients]).mean(0)
+        torch.testing.assert_close(run.server.y, mean, rtol=1e-10, atol=1e-13)
+        assert run.server.y.abs().max() > 0
+
+
+def test_if_all_are_dropped_the_server_stands_still():
+    algo, task = fadamgc.FedAdam(eta_l=1e-3), poisoned_task()
+    schedule = [([0], []), ([2], []), ([0], [])]
+    run = fadamgc.simulate(algo, task, schedule=schedule, local_steps=3, on_nonfinite="drop")
+    alone = fadamgc.simulate(algo, task, schedule=[([0], [])], local_steps=3)
+    assert run.history[1].dropped == (2,)
+    assert run.history[1].train_loss is None
+    assert run.history[1].test_loss == run.history[0].test_loss == alone.history[0].test_loss
+
+
+def test_overflow_of_a_second_moment_is_seen():
+    """A gradient whose square overflows leaves x finite and v infinite: the client would never move again."""
+    task = fadamgc.Task(
+        nn.Linear(5, 1), half_squared_error, [(torch.full((2, 5), 1e15), torch.full((2, 1), 1e15))]
+    )
+    with pytest.raises(fadamgc.NonFiniteError, match="client 0 .* round 1, at local step 1"):
+        fadamgc.simulate(fadamgc.LocalAdam(), task, rounds=1, local_steps=2)
+
+
+def test_an_error_changes_no_state():
+    task = class_task()
+    before = [p.clone() for p in task.model.parameters()]
+    with pytest.raises(fadamgc.InputError):
+        fadamgc.simulate(fadamgc.FAdamGC(), task, rounds=1, sampled=99)
+    assert all(torch.equal(a, b) for a, b in zip(before, task.model.parameters(), strict=True))

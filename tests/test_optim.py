@@ -1,0 +1,218 @@
+"""ClientOptimizer beyond its agreement with the simulator (which the battery shows)."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import fadamgc
+from fadamgc import ClientOptimizer, Cohort
+from problems import class_task, mlp
+
+ALGORITHMS = [pytest.param(fadamgc.make_algorithm(name), id=name) for name in fadamgc.algorithms()]
+X, Y = class_task().pairs[1]
+
+
+def vector(model: nn.Module) -> torch.Tensor:
+    return (
+        torch.nn.utils.parameters_to_vector(p for p in model.parameters() if p.requires_grad).detach().clone()
+    )
+
+
+def train(optimizer: ClientOptimizer, model: nn.Module, steps: int, start: int = 0) -> None:
+    for k in range(start, start + steps):
+        optimizer.zero_grad()
+        F.cross_entropy(model(X[k : k + 4]), Y[k : k + 4]).backward()
+        optimizer.step()
+
+
+def a_round(algo, optimizer, model, server, steps=3, **options):
+    optimizer.start_round(algo.broadcast(server))
+    train(optimizer, model, steps)
+    up = optimizer.finish_round(**options)
+    return algo.aggregate(server, up, Cohort(n=2, S=1, K=steps))
+
+
+@pytest.mark.parametrize("algo", ALGORITHMS)
+def test_state_dict_round_trip_between_and_inside_rounds(algo):
+    """Saved in the middle of the second round and loaded into a new process's objects, nothing changes."""
+    model = mlp()
+    optimizer = ClientOptimizer(model.parameters(), algo)
+    server = a_round(algo, optimizer, model, algo.init_server(vector(model)))
+    optimizer.start_round(algo.broadcast(server))
+    train(optimizer, model, 2)
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    train(optimizer, model, 3, start=2)
+    expected = optimizer.finish_round()
+
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    other = mlp(seed=5)
+    other.load_state_dict(saved["model"])
+    resumed = ClientOptimizer(other.parameters(), algo)
+    resumed.load_state_dict(saved["optimizer"])
+    train(resumed, other, 3, start=2)
+    up = resumed.finish_round()
+    assert all(torch.equal(a, b) for a, b in zip(up, expected, strict=True))
+    # and the kept state is the same, too: one more round
+    third, again = (a_round(algo, o, m, server).x for o, m in ((optimizer, model), (resumed, other)))
+    assert torch.equal(third, again)
+
+
+@pytest.mark.parametrize("algo", ALGORITHMS)
+def test_groups_with_one_lr_are_as_one_group(algo):
+    one, two = mlp(), mlp()
+    halves = [{"params": two[0].parameters()}, {"params": two[2].parameters()}]
+    a, b = ClientOptimizer(one.parameters(), algo), ClientOptimizer(halves, algo)
+    server_a = server_b = algo.init_server(vector(one))
+    for _ in range(3):
+        server_a = a_round(algo, a, one, server_a)
+        server_b = a_round(algo, b, two, server_b)
+    torch.testing.assert_close(server_a.x, server_b.x, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("algo", [fadamgc.Scaffold(eta_l=0.1), fadamgc.FANT(eta_l=0.1)])
+def test_groups_with_different_lr_use_their_own_in_every_rule(algo):
+    """SCAFFOLD's y_i is the mean gradient whatever the step size: only if each group divides by its own."""
+    model = mlp()
+    groups = [{"params": model[0].parameters()}, {"params": model[2].parameters(), "lr": 0.02}]
+    optimizer = ClientOptimizer(groups, algo)
+    optimizer.start_round(algo.broadcast(algo.init_server(vector(model))))
+    directions = []
+    for k in range(3):
+        before = vector(model)
+        train(optimizer, model, 1, start=k)
+        rate = torch.cat([torch.full((48,), 0.1), torch.full((27,), 0.02)])
+        directions.append((before - vector(model)) / rate)
+    up = optimizer.finish_round()
+    torch.testing.assert_close(up.dy, torch.stack(directions).mean(0), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("cls", [fadamgc.Scaffold, fadamgc.FANT])
+def test_a_scheduler_inside_a_round_does_not_spoil_the_correction(cls):
+    results = []
+    for schedule in (False, True):
+        model = mlp()
+        optimizer = ClientOptimizer(model.parameters(), cls(eta_l=0.1))
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+        algo = optimizer.algorithm
+        optimizer.start_round(algo.broadcast(algo.init_server(vector(model))))
+        train(optimizer, model, 3)
+        if schedule:
+            scheduler.step()
+        up = optimizer.finish_round()
+        results.append(up.dy)
+        if schedule:  # the new step size counts from the next round on
+            optimizer.start_round(algo.broadcast(algo.init_server(vector(model))))
+            before = vector(model)
+            assert optimizer.param_groups[0]["lr"] == 0.05
+            train(optimizer, model, 1)
+            y = optimizer.state[model[0].weight]["client.y"]
+            if cls is fadamgc.Scaffold:
+                g = torch.cat([p.grad.reshape(-1) for p in model.parameters()])
+                torch.testing.assert_close(vector(model), before - 0.05 * (g - y))
+    assert torch.equal(results[0], results[1])
+
+
+def test_start_round_loads_the_servers_model():
+    model = mlp()
+    algo = fadamgc.FAdamGC()
+    optimizer = ClientOptimizer(model.parameters(), algo)
+    x = torch.arange(75.0)
+    optimizer.start_round(algo.broadcast(algo.init_server(x)))
+    assert torch.equal(vector(model), x)
+
+
+def test_frozen_parameters_are_left_out():
+    model = mlp()
+    model[0].weight.requires_grad_(False)
+    frozen = model[0].weight.clone()
+    algo = fadamgc.FAdamGC()
+    optimizer = ClientOptimizer(model.parameters(), algo)
+    server = a_round(algo, optimizer, model, algo.init_server(vector(model)))
+    assert server.x.shape == (75 - 40,)
+    assert torch.equal(model[0].weight, frozen)
+
+
+def test_a_parameter_without_gradient_counts_as_zero():
+    model = mlp()
+    algo = fadamgc.FedAvg(eta_l=1.0)
+    optimizer = ClientOptimizer(model.parameters(), algo)
+    server = algo.init_server(vector(model))
+    optimizer.start_round(algo.broadcast(server))
+    model[0](X).sum().backward()
+    optimizer.step()
+    up = optimizer.finish_round()
+    assert (up.dx[48:] == 0).all()
+    assert (up.dx[:48] != 0).any()
+
+
+def test_a_round_that_is_given_up_leaves_the_state_alone():
+    algo = fadamgc.FAdamGC(eta_l=0.01)
+    model, other = mlp(), mlp()
+    a, b = ClientOptimizer(model.parameters(), algo), ClientOptimizer(other.parameters(), algo)
+    server = algo.init_server(vector(model))
+    a.start_round(algo.broadcast(server))
+    train(a, model, 2)  # never finished
+    one, two = a_round(algo, a, model, server), a_round(algo, b, other, server)
+    assert torch.equal(one.x, two.x)
+    assert torch.equal(one.y, two.y)
+
+
+def test_untracked():
+    algo = fadamgc.FAdamGC()
+    model = mlp()
+    optimizer = ClientOptimizer(model.parameters(), algo)
+    server = a_round(algo, optimizer, model, algo.init_server(vector(model)), tracked=False)
+    assert (server.y == 0).all()
+    assert (optimizer.state[model[0].weight]["client.y"] == 0).all()
+    assert (optimizer.state[model[0].weight]["client.v"] != 0).any()
+
+
+def test_closure_and_copy():
+    algo = fadamgc.FedAvg()
+    model = mlp()
+    optimizer = ClientOptimizer(model.parameters(), algo)
+    optimizer.start_round(algo.broadcast(algo.init_server(vector(model))))
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(X), Y)
+        loss.backward()
+        return float(loss.detach())
+
+    assert optimizer.step(closure) > 0
+    assert copy.deepcopy(optimizer).algorithm == algo
+
+
+def test_errors():
+    algo = fadamgc.FAdamGC()
+    model = mlp()
+    optimizer = ClientOptimizer(model.parameters(), algo)
+    down = algo.broadcast(algo.init_server(vector(model)))
+    with pytest.raises(fadamgc.FadamgcError, match="step.. outside a round; call start_round"):
+        optimizer.step()
+    with pytest.raises(fadamgc.FadamgcError, match="finish_round.. outside a round"):
+        optimizer.finish_round()
+    with pytest.raises(fadamgc.InputError, match=r"down.x of shape \(3,\) does not fit parameters of 75"):
+        optimizer.start_round(algo.broadcast(algo.init_server(torch.zeros(3))))
+    optimizer.start_round(down)
+    with pytest.raises(fadamgc.FadamgcError, match="before any step"):
+        optimizer.finish_round()
+    with pytest.raises(fadamgc.InputError, match="no option 'lrr'; did you mean 'lr'"):
+        ClientOptimizer([{"params": model.parameters(), "lrr": 1}], algo)
+    with pytest.raises(fadamgc.InputError, match="starts from gradients: pass gradient="):
+        ClientOptimizer(model.parameters(), fadamgc.FAdamGC(init="gradient"))
+    one = ClientOptimizer(model.parameters(), fadamgc.Scaffold(option="I"))
+    with pytest.raises(fadamgc.InputError, match="wants the client's gradient at x"):
+        one.start_round(down)
+    with pytest.raises(fadamgc.InputError, match="one type and on one device"):
+        ClientOptimizer([nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2).double())], algo)
+    with pytest.raises(fadamgc.InputError, match="one type and on one device"):
+        ClientOptimizer([nn.Parameter(torch.ones(2), requires_grad=False)], algo)
