@@ -1,0 +1,91 @@
+"""The README and the docs say what is so."""
+
+from __future__ import annotations
+
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+
+import fadamgc
+from fadamgc.algorithm import example
+from fadamgc.algorithms import algorithm_class
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def section(name: str) -> str:
+    found = re.search(rf"<!-- {name} -->\n(.*?)<!-- /{name} -->", README, re.DOTALL)
+    assert found, name
+    return found.group(1)
+
+
+def test_the_example_runs(capsys):
+    code = section("example").removeprefix("```python\n").rstrip().removesuffix("```")
+    assert len([line for line in code.splitlines() if line.strip()]) <= 11
+    torch.manual_seed(0)
+    names: dict[str, object] = {}
+    exec(compile(code, "README.md", "exec"), names)
+    run = names["run"]
+    assert isinstance(run, fadamgc.Run)
+    assert run.rounds_to(0.85) is not None
+    assert capsys.readouterr().out.startswith(f"{run.rounds_to(0.85)} ")
+
+
+EXAMPLES = re.findall(r"```python\n(.*?)```", (ROOT / "docs/extending.md").read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("block", EXAMPLES)
+def test_the_docs_examples_run(block, monkeypatch):
+    registry = sys.modules["fadamgc.algorithms"]
+    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))  # what it registers goes again
+    names: dict[str, object] = {"__name__": "__main__"}
+    exec(compile(block, "extending.md", "exec"), names)
+    if "HeavyBall" in names:
+        data = [(torch.ones(4, 2), torch.ones(4, 1))]
+        task = fadamgc.Task(torch.nn.Linear(2, 1), torch.nn.functional.mse_loss, data)
+        algo = fadamgc.make_algorithm("heavy_ball", eta_l=0.05)
+        run = fadamgc.simulate(algo, task, rounds=5, local_steps=2)
+        assert run.history[-1].train_loss < run.history[0].train_loss
+
+
+def test_the_table_of_algorithms_is_what_they_send():
+    rows = [
+        [cell.strip(" `") for cell in line.strip("|").split("|")]
+        for line in section("algorithms").splitlines()[2:]
+    ]
+    expected = []
+    for name in fadamgc.algorithms():
+        cls = algorithm_class(name)
+        one = example(cls(), torch.empty(0))
+        always = [field for field in one.up._fields if field not in cls.tracked_only]
+        expected.append(
+            [name, cls.__name__, ", ".join(one.down._fields), ", ".join(always), ", ".join(cls.tracked_only)]
+        )
+    assert rows == expected
+
+
+def test_links_and_commands_are_there():
+    for page in (ROOT / "README.md", *ROOT.glob("docs/*.md"), ROOT / "CONTRIBUTING.md"):
+        for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+    makefile = (ROOT / "Makefile").read_text()
+    for command in re.findall(r"\bmake ([a-z]+)", README):
+        assert f"\n{command}:" in makefile, command
+
+
+def test_versions_agree():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["version"] == fadamgc.__version__
+    assert f"## {fadamgc.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_results_are_those_of_the_saved_runs():
+    """The README's table and picture are files that ``fadamgc compare`` wrote."""
+    saved = (ROOT / "results" / "digits" / "results.md").read_text()
+    assert saved.strip() in section("results")
+    assert "results/digits/" in section("results")
