@@ -360,7 +360,8 @@ def _show(results: Results, folder: Path, seconds: float | None = None) -> None:
     if results.missing:
         console.print(f"{results.missing} runs of the spec are not there", highlight=False)
     took = "" if seconds is None else f" ({seconds:.0f} s)"
-    console.print(f"written{took}: {folder / 'report.html'}, and the tables and figures beside it")
+    where = f"written{took}: {folder / 'report.html'}, and the tables and figures beside it"
+    console.print(where, highlight=False, soft_wrap=True, markup=False)
 
 
 def _refuse(failures: tuple[Failure, ...]) -> None:

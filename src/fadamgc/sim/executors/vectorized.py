@@ -8,6 +8,7 @@ batches have the same sizes share a block.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from typing import Any
@@ -22,6 +23,8 @@ from fadamgc.algorithm import Flag, Steps
 from fadamgc.errors import InputError
 from fadamgc.sim.executors.base import Job, Result, Round
 from fadamgc.sim.problem import Buffers, Problem
+
+log = logging.getLogger("fadamgc")
 
 MEMORY = 512 * 2**20  # bytes that the state of one block may take
 VECTORS = 12  # vectors of the model's size that a client needs while it trains, about
@@ -120,9 +123,7 @@ class VectorizedExecutor:
         key = (x.shape, inputs.shape, targets.shape, weight is None)
         arguments = (x, buffers, inputs, targets, weight)
         if key not in self._traced:
-            # The traced graph is the same operations without torch.func's work in Python.
-            batched = self._batched(weight)
-            self._traced[key] = make_fx(lambda *a: batched(*a))(*arguments)
+            self._traced[key] = _trace(self._batched(weight), arguments)
         g, (loss, new_buffers) = self._traced[key](*arguments)
         return g, loss, new_buffers
 
@@ -150,7 +151,7 @@ class VectorizedExecutor:
         x = problem.x0.expand(2, -1)
         buffers = {name: value.expand(2, *value.shape) for name, value in problem.buffers0.items()}
         try:
-            self._gradient(x, buffers, problem.inputs[twice], problem.targets[twice], None)
+            self._batched(None)(x, buffers, problem.inputs[twice], problem.targets[twice], None)
         except Exception as error:
             reason = str(error).strip().splitlines()[0]
             raise InputError(
@@ -176,6 +177,16 @@ class VectorizedExecutor:
         except ValueError:  # BatchNorm refuses a batch of one
             return False
         return torch.allclose(whole, alone.mean(), rtol=1e-4, atol=1e-6)
+
+
+def _trace(batched: Callable[..., Any], arguments: tuple[Any, ...]) -> Callable[..., Any]:
+    """The same operations as a recorded graph, without torch.func's work in Python at every call."""
+    try:
+        return make_fx(lambda *a: batched(*a))(*arguments)
+    except Exception as error:
+        # What vmap can do and the recorder cannot still runs, only slower.
+        log.info("executor vectorized: not traced (%s)", error)
+        return batched
 
 
 def _sizes(job: Job) -> tuple[int, ...]:

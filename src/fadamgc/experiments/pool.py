@@ -1,0 +1,238 @@
+"""Jobs over processes: each is one run, saved the moment it is finished.
+
+A process computes with one thread, also where there is only one process, so that the bits of a run do
+not depend on how many there are.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing import connection, get_context, parent_process
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from fadamgc.algorithm import AnyAlgorithm
+from fadamgc.errors import CheckpointError, FadamgcError, InputError, NonFiniteError
+from fadamgc.experiments.build import build_task
+from fadamgc.experiments.spec import CostSpec, MethodSpec, RunSpec, Spec, TaskSpec
+from fadamgc.files import has_bundle
+from fadamgc.sim.engine import RoundEnd, simulate
+from fadamgc.sim.run import Run, load_run
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of one method with one seed, and where it is saved."""
+
+    task: TaskSpec
+    run: RunSpec
+    cost: CostSpec
+    method: MethodSpec
+    algorithm: AnyAlgorithm  # the method's, so that a worker needs no registry
+    seed: int
+    folder: Path
+    validation: float = 0.0  # above 0: evaluated on held-out train data
+    detail: str = ""  # what tells it from other jobs of the same method and seed
+
+    @classmethod
+    def of(
+        cls,
+        spec: Spec,
+        method: MethodSpec,
+        seed: int,
+        folder: Path,
+        validation: float = 0.0,
+        detail: str = "",
+    ) -> Job:
+        """The job of a spec's method and seed."""
+        run = spec.run.model_copy(update={"tracked": spec.tracked(method)})
+        return cls(spec.task, run, spec.cost, method, method.make(), seed, folder, validation, detail)
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return ", ".join(filter(None, (self.method.label, self.detail, f"seed {self.seed}")))
+
+    def identity(self) -> dict[str, Any]:
+        """Everything that determines the run, as plain data; the cost only prices it."""
+        return {
+            "task": _plain(self.task.model_dump()),
+            "run": _plain(self.run.model_dump(exclude={"seeds", "target"}))
+            | ({"target": self.run.target} if self.run.stop_at_target else {}),
+            "method": _plain(self.method.model_dump(include={"algorithm", "hyperparameters"})),
+            "seed": self.seed,
+            "validation": self.validation,
+        }
+
+    def check(self) -> None:
+        """Refuse what cannot run, without running it."""
+        run = self.run
+        executor = "loop" if run.executor == "auto" else run.executor  # made in no time
+        dry = replace(self, run=run.model_copy(update={"rounds": 0, "executor": executor}))
+        dry.simulate()
+
+    def simulate(self, callback: Callable[[RoundEnd], object] | None = None) -> Run:
+        """Run it."""
+        run = self.run
+        result = simulate(
+            self.algorithm,
+            build_task(self.task, self.seed, self.validation),
+            rounds=run.rounds,
+            sampled=run.sampled,
+            tracked=run.tracked,
+            local_steps=run.local_steps,
+            batch_size=run.batch_size,
+            seed=self.seed,
+            local_epochs=run.local_epochs,
+            weights=run.weights,
+            eval_every=run.eval_every,
+            target=run.target if run.stop_at_target else None,
+            on_nonfinite=run.on_nonfinite,
+            cost=self.cost.model(),
+            dtype={"float32": torch.float32, "float64": torch.float64}[run.dtype],
+            executor=run.executor,
+            progress=False,
+            callbacks=() if callback is None else (callback,),
+        )
+        return replace(result, settings=result.settings | {"job": self.identity()})
+
+    def saved(self) -> Run | None:
+        """The run if it was saved by a job equal to this one, else None."""
+        if not has_bundle(self.folder, "run"):
+            return None
+        try:
+            run = load_run(self.folder)
+        except CheckpointError:
+            return None  # damaged: it is made again
+        return run if run.settings.get("job") == self.identity() else None
+
+
+class Outcome(NamedTuple):
+    """How a job ended."""
+
+    rounds: int
+    metric: float | None  # of the last evaluation
+    error: str | None = None  # why it did not finish
+
+
+Progress = Callable[[int], None]  # a round of job i is done
+Finished = Callable[[int, Outcome], None]
+
+
+class Stopped(Exception):  # noqa: N818
+    """The user wants no more; what was not finished is not kept."""
+
+
+def execute(job: Job, on_round: Callable[[], bool]) -> Outcome:
+    """Run a job and save it; ``on_round`` says after each round whether to stop."""
+
+    def callback(_: RoundEnd) -> None:
+        if on_round():
+            raise Stopped
+
+    try:
+        run = job.simulate(callback=callback)
+    except NonFiniteError as error:
+        return Outcome(error.round, None, str(error))
+    run.save(job.folder, states=False)
+    return Outcome(len(run.history), run.history[-1].test_metric)
+
+
+def run_jobs(jobs: Sequence[Job], workers: int | None, progress: Progress, finished: Finished) -> None:
+    """Run all jobs. On an interrupt or an error the workers stop; what was saved by then stays."""
+    if workers is not None and workers < 1:
+        raise InputError(f"workers={workers} is not accepted; it must be a whole number >= 1")
+    count = min(workers or os.cpu_count() or 1, len(jobs))
+    if count <= 1:
+        with one_thread():
+            for i, job in enumerate(jobs):
+                finished(i, execute(job, partial(_advance, progress, i)))
+        return
+    context = get_context("spawn")
+    stop, messages = context.Event(), context.SimpleQueue()
+    pool = ProcessPoolExecutor(count, context, _start_worker, (stop, messages))
+    listener = threading.Thread(target=_listen, args=(messages, progress), daemon=True)
+    listener.start()
+    try:
+        pending = {pool.submit(_work, i, job): i for i, job in enumerate(jobs)}
+        while pending:
+            done, _ = wait(pending, return_when=FIRST_COMPLETED)
+            for future in done:
+                finished(pending.pop(future), future.result())
+    except BrokenProcessPool:
+        raise FadamgcError(
+            "a worker process died, perhaps for lack of memory; what was finished is saved: "
+            "go on with --resume and fewer --workers"
+        ) from None
+    finally:
+        stop.set()
+        pool.shutdown(cancel_futures=True)
+        messages.put(None)
+        listener.join()
+
+
+def _advance(progress: Progress, i: int) -> bool:
+    progress(i)
+    return False
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute with a single thread for a while."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+# In the workers.
+
+_stop: Any = None
+_messages: Any = None
+
+
+def _start_worker(stop: Any, messages: Any) -> None:
+    global _stop, _messages
+    _stop, _messages = stop, messages
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it and says what to do
+    torch.set_num_threads(1)
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+
+
+def _die_with_parent() -> None:
+    parent = parent_process()
+    assert parent is not None
+    connection.wait([parent.sentinel])
+    os._exit(1)
+
+
+def _work(i: int, job: Job) -> Outcome:
+    def on_round() -> bool:
+        _messages.put(i)
+        return bool(_stop.is_set())
+
+    return execute(job, on_round)
+
+
+def _listen(messages: Any, progress: Progress) -> None:
+    while (i := messages.get()) is not None:
+        progress(i)
+
+
+def _plain(value: Any) -> Any:
+    """As JSON gives it back."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, (tuple, list)) else value

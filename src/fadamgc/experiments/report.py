@@ -1,0 +1,101 @@
+"""Tables, figures and a page from the saved runs of an experiment, and from nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+from rich.table import Table
+from rich.text import Text
+
+from fadamgc.errors import InputError
+from fadamgc.experiments.figures import curves_figure, png
+from fadamgc.experiments.page import page
+from fadamgc.experiments.results import (
+    Results,
+    caption,
+    cells,
+    curves,
+    header,
+    legend,
+    mean_curves,
+    read_results,
+    rows,
+)
+from fadamgc.experiments.runner import PARTITION
+from fadamgc.files import write_atomic
+from fadamgc.sim.cost import CostModel
+
+
+def write_report(folder: str | Path, cost: CostModel | None = None) -> Results:
+    """Write all tables, figures and the page of an experiment into its folder."""
+    folder = Path(folder)
+    results = read_results(folder, cost)
+    table = curves(results)
+    lines = mean_curves(results, table)
+    picture = folder / PARTITION
+    try:
+        write_atomic(folder / "results.csv", _summary(results).to_csv(index=False).encode())
+        write_atomic(folder / "results.md", markdown(results).encode())
+        write_atomic(folder / "curves.csv", table.to_csv(index=False).encode())
+        for name, axes in (
+            ("rounds", ("round",)),
+            ("minutes", ("minutes",)),
+            ("curves", ("round", "minutes")),
+        ):
+            write_atomic(folder / f"{name}.png", png(curves_figure(results, lines, axes)))
+        labels = picture.read_bytes() if picture.exists() else None
+        write_atomic(folder / "report.html", page(results, lines, labels).encode())
+    except OSError as error:
+        raise InputError(f"folder={str(folder)!r} cannot be written: {error.strerror}") from None
+    return results
+
+
+def summarise(folder: str | Path, cost: CostModel | None = None) -> pd.DataFrame:
+    """One row a method: what ``results.csv`` holds."""
+    return _summary(read_results(folder, cost))
+
+
+def _summary(results: Results) -> pd.DataFrame:
+    return pd.DataFrame(
+        [
+            {
+                "method": row.method.label,
+                "algorithm": row.method.algorithm,
+                "eta_l": row.method.make().eta_l,
+                "eta_g": getattr(row.method.make(), "eta_g", None),
+                "runs": row.runs,
+                "runs_reached": row.reached,
+                "target": results.spec.run.target,
+                "rounds_mean": row.rounds.mean,
+                "rounds_std": row.rounds.std,
+                "minutes_mean": row.minutes.mean,
+                "minutes_std": row.minutes.std,
+                "final_mean": row.final.mean,
+                "final_std": row.final.std,
+                "mb_down_per_round": row.mb_down,
+                "mb_up_per_round": row.mb_up,
+            }
+            for row in rows(results)
+        ]
+    )
+
+
+def rich_table(results: Results) -> Table:
+    """The table for a terminal."""
+    table = Table(title=caption(results), title_justify="left")
+    for i, title in enumerate(header(results)):
+        table.add_column(title, justify="left" if i == 0 else "right", no_wrap=i == 0)
+    for line in cells(results):
+        table.add_row(*(Text(cell.text, style="bold" if cell.best else "") for cell in line))
+    return table
+
+
+def markdown(results: Results) -> str:
+    """The table in Markdown."""
+    lines = ["| " + " | ".join(header(results)) + " |", "|:--" + "|--:" * (len(header(results)) - 1) + "|"]
+    for line in cells(results):
+        shown = [cell.text.replace("|", "\\|") for cell in line]
+        shown = [f"**{text}**" if cell.best else text for text, cell in zip(shown, line, strict=True)]
+        lines.append("| " + " | ".join(shown) + " |")
+    return f"{caption(results)}.\n{legend(results)}\n\n" + "\n".join(lines) + "\n"

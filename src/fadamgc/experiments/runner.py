@@ -1,0 +1,213 @@
+"""Run every method of a spec with every seed, and keep each run the moment it is finished."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as Bars
+
+from fadamgc.errors import FadamgcError, InputError
+from fadamgc.experiments.build import label_counts
+from fadamgc.experiments.pool import Finished, Job, Outcome, Progress, run_jobs
+from fadamgc.experiments.spec import Spec, load_spec
+from fadamgc.files import write_atomic
+
+SPEC = "spec.toml"
+PARTITION = "partition.png"
+RUNS = "runs"
+TUNING = "tuning"
+# What an experiment leaves in its folder; --overwrite removes these and nothing else.
+FILES = (
+    *(SPEC, PARTITION, "tuning.csv", "tuned.toml", "results.csv", "results.md", "curves.csv"),
+    *("rounds.png", "minutes.png", "curves.png", "report.html"),
+)
+
+
+class Interrupted(FadamgcError):  # noqa: N818
+    """The user stopped the work; the message says what is saved and how to go on."""
+
+
+class Failure(NamedTuple):
+    """A job that did not finish, and why."""
+
+    job: str
+    error: str
+
+
+def plan(spec: Spec, out: Path) -> list[Job]:
+    """The jobs of a spec, method by method."""
+    return [
+        Job.of(spec, method, seed, out / RUNS / f"{method.slug}-seed{seed}")
+        for method in spec.methods
+        for seed in spec.run.seeds
+    ]
+
+
+def run_spec(
+    spec: Spec,
+    out: str | Path,
+    workers: int | None = None,
+    quiet: bool = False,
+    resume: bool = False,
+    overwrite: bool = False,
+) -> tuple[Failure, ...]:
+    """Run an experiment into a folder; ``write_report`` then makes its tables and figures.
+
+    A script that calls this with more than one worker needs the usual ``if __name__ == "__main__":``.
+
+    Args:
+        spec: the experiment.
+        out: the folder, new or empty unless ``resume`` or ``overwrite``.
+        workers: processes; None is one for each core.
+        quiet: show no progress.
+        resume: keep the runs that are there and whose settings are the same.
+        overwrite: remove the experiment that is there.
+
+    Returns:
+        The runs that did not finish because a client's update was not finite.
+    """
+    out = Path(out)
+    jobs = plan(spec, out)
+    check(jobs)
+    prepare(out, resume, overwrite)
+    write_spec(spec, out)
+    todo = [job for job in jobs if not (resume and job.saved())]
+    return carry_out(todo, workers, quiet, done=len(jobs) - len(todo))
+
+
+def check(jobs: Sequence[Job]) -> None:
+    """Refuse what cannot run before any work is done; one seed of a method speaks for all."""
+    for job in {job.method.slug: job for job in reversed(jobs)}.values():
+        job.check()
+
+
+def prepare(out: Path, resume: bool, overwrite: bool) -> None:
+    """Make the folder ready for an experiment, or say why it cannot be used."""
+    if resume and overwrite:
+        raise InputError("resume and overwrite are both given; choose one")
+    if out.exists() and not out.is_dir():
+        raise InputError(f"out={str(out)!r} is a file; give a folder")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        held = any(out.iterdir())
+        if held and not (out / SPEC).exists():
+            raise InputError(
+                f"out={str(out)!r} holds other files and no experiment; give a new or empty folder"
+            )
+        if held and overwrite:
+            for name in FILES:
+                (out / name).unlink(missing_ok=True)
+            for name in (RUNS, TUNING):
+                shutil.rmtree(out / name, ignore_errors=True)
+        elif held and not resume:
+            raise InputError(
+                f"out={str(out)!r} already holds an experiment; --resume goes on with it, "
+                "--overwrite replaces it, --out names another folder"
+            )
+        write_atomic(out / ".writable", b"")
+        (out / ".writable").unlink()
+    except OSError as error:
+        raise InputError(f"out={str(out)!r} cannot be written: {error.strerror}") from None
+
+
+def write_spec(spec: Spec, out: Path) -> None:
+    """Write the spec and, where the data have labels, the picture of the first seed's partition."""
+    write_atomic(out / SPEC, spec.to_toml().encode())
+    labels = label_counts(spec.task, spec.run.seeds[0])
+    if labels is not None:
+        from fadamgc.data.picture import save_label_picture
+
+        title = f"{labels.note} (seed {spec.run.seeds[0]})"
+        save_label_picture(labels.counts, out / PARTITION, title=title)
+
+
+def read_spec(out: Path) -> Spec:
+    """The spec of the experiment in a folder."""
+    if not (out / SPEC).is_file():
+        raise InputError(
+            f"folder={str(out)!r} holds no {SPEC}; give a folder that `fadamgc compare` or `run` has written"
+        )
+    return load_spec(out / SPEC)
+
+
+def carry_out(jobs: Sequence[Job], workers: int | None, quiet: bool, done: int = 0) -> tuple[Failure, ...]:
+    """Run jobs with progress on stderr; an interrupt says what is saved."""
+    failures: list[Failure] = []
+    with _display(jobs, quiet, done) as (progress, show):
+
+        def finished(i: int, outcome: Outcome) -> None:
+            nonlocal done
+            done += 1
+            if outcome.error is not None:
+                failures.append(Failure(jobs[i].name, outcome.error))
+            show(i, outcome)
+
+        total = done + len(jobs)
+        try:
+            run_jobs(jobs, workers, progress, finished)
+        except KeyboardInterrupt:
+            raise Interrupted(
+                f"stopped; {done} of {total} runs are saved, and the same command with --resume goes on"
+            ) from None
+    return tuple(failures)
+
+
+@contextmanager
+def _display(jobs: Sequence[Job], quiet: bool, done: int) -> Iterator[tuple[Progress, Finished]]:
+    console = Console(stderr=True)
+    if quiet or not jobs:
+        yield (lambda _: None), (lambda _, __: None)
+    elif console.is_terminal:
+        with _bars(console, jobs) as both:
+            yield both
+    else:
+        yield (lambda _: None), _lines(console, jobs, done)
+
+
+def _lines(console: Console, jobs: Sequence[Job], done: int) -> Finished:
+    total = done + len(jobs)
+    number = done
+
+    def finished(i: int, outcome: Outcome) -> None:
+        nonlocal number
+        number += 1
+        metric = jobs[i].task.metric
+        value = "" if outcome.metric is None else f", {metric} {outcome.metric:.4g}"
+        said = outcome.error or f"{outcome.rounds} rounds{value}"
+        console.print(f"[{number}/{total}] {jobs[i].name}: {said}", markup=False, soft_wrap=True)
+
+    return finished
+
+
+@contextmanager
+def _bars(console: Console, jobs: Sequence[Job]) -> Iterator[tuple[Progress, Finished]]:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("rounds"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Bars(*columns, console=console, transient=True) as bars:
+        labels = list(dict.fromkeys(job.method.label for job in jobs))
+        sizes = {label: [j.run.rounds for j in jobs if j.method.label == label] for label in labels}
+        items = {label: bars.add_task(label, total=sum(sizes[label])) for label in labels}
+        everything = bars.add_task("[bold]all", total=sum(map(sum, sizes.values())))
+        rounds = [0] * len(jobs)
+
+        def advance(i: int, by: int) -> None:
+            rounds[i] += by
+            bars.advance(items[jobs[i].method.label], by)
+            bars.advance(everything, by)
+
+        def finished(i: int, _: Outcome) -> None:
+            advance(i, jobs[i].run.rounds - rounds[i])  # it may have ended early
+
+        yield (lambda i: advance(i, 1)), finished

@@ -1,0 +1,153 @@
+"""Step sizes for every method from one grid, on data that the test set has no part in."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from statistics import fmean
+
+import pandas as pd
+
+from fadamgc.errors import FadamgcError, InputError
+from fadamgc.experiments.pool import Job
+from fadamgc.experiments.runner import TUNING, carry_out, check
+from fadamgc.experiments.spec import MethodSpec, Spec, TuneSpec
+from fadamgc.files import write_atomic
+from fadamgc.sim.run import Run
+
+
+@dataclass(frozen=True)
+class Point:
+    """What came of one pair of step sizes of one method, over the tune seeds."""
+
+    label: str
+    eta_l: float
+    eta_g: float
+    reached: int  # seeds that reached the target
+    rounds: float | None  # to the target, mean over those seeds
+    final: float | None  # metric at the end, mean over the seeds that finished
+    diverged: int  # seeds that did not finish
+    goal: str  # whether a high metric is good, "max", or a low one, "min"
+
+    def rank(self) -> tuple[float, ...]:
+        """Smaller is better: most seeds at the target, fewest rounds, best end, smallest steps."""
+        final = math.inf if self.final is None else self.final * (-1 if self.goal == "max" else 1)
+        rounds = math.inf if self.rounds is None else self.rounds
+        return (-self.reached, rounds, final, self.diverged, self.eta_l, self.eta_g)
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The spec with the chosen step sizes, the whole grid, and what to know about the choice."""
+
+    spec: Spec
+    points: tuple[Point, ...]
+    notes: tuple[str, ...]
+
+    def to_pandas(self) -> pd.DataFrame:
+        """The grid as a table, one row a point; ``chosen`` marks those in the spec."""
+        chosen = {
+            (m.label, m.hyperparameters["eta_l"], m.hyperparameters["eta_g"]) for m in self.spec.methods
+        }
+        rows = [
+            {
+                "method": p.label,
+                "eta_l": p.eta_l,
+                "eta_g": p.eta_g,
+                "seeds_reached": p.reached,
+                "rounds_to_target": p.rounds,
+                "final_metric": p.final,
+                "seeds_diverged": p.diverged,
+                "chosen": (p.label, p.eta_l, p.eta_g) in chosen,
+            }
+            for p in self.points
+        ]
+        return pd.DataFrame(rows)
+
+
+def tune(
+    spec: Spec, out: str | Path, workers: int | None = None, quiet: bool = False, resume: bool = False
+) -> Tuned:
+    """Try the whole grid of [tune] for every method, and write tuning.csv and tuned.toml.
+
+    A grid run is evaluated on held-out train data and ends at the target. A run whose updates were
+    not finite counts as one that never reached it.
+    """
+    out = Path(out)
+    grid = spec.tune
+    if grid is None:
+        raise InputError("the spec has no [tune] section; add one with eta_l, eta_g and rounds")
+    jobs = tune_jobs(spec, grid, out)
+    check(jobs)
+    todo = [job for job in jobs if not (resume and job.saved())]
+    carry_out(todo, workers, quiet, done=len(jobs) - len(todo))
+
+    runs: dict[tuple[str, float, float], list[Run | None]] = {}
+    for job in jobs:
+        key = (job.method.label, job.method.hyperparameters["eta_l"], job.method.hyperparameters["eta_g"])
+        runs.setdefault(key, []).append(job.saved())
+    tuned = choose(spec, [_point(key, some, spec.run.target) for key, some in runs.items()])
+    write_atomic(out / "tuning.csv", tuned.to_pandas().to_csv(index=False).encode())
+    write_atomic(out / "tuned.toml", tuned.spec.to_toml().encode())
+    return tuned
+
+
+def tune_jobs(spec: Spec, grid: TuneSpec, out: Path) -> list[Job]:
+    """The runs of the grid; all of them on held-out train data."""
+    run = {"rounds": grid.rounds, "stop_at_target": spec.run.target is not None, "on_nonfinite": "error"}
+    short = spec.model_copy(update={"run": spec.run.model_copy(update=run)})
+    jobs = []
+    for method in spec.methods:
+        for eta_l, eta_g in product(grid.eta_l, grid.eta_g):
+            tried = method.with_(eta_l=eta_l, eta_g=eta_g)
+            for seed in grid.seeds:
+                folder = out / TUNING / method.slug / f"eta_l-{eta_l!r}-eta_g-{eta_g!r}-seed{seed}"
+                detail = f"eta_l={eta_l:g} eta_g={eta_g:g}"
+                jobs.append(Job.of(short, tried, seed, folder, grid.validation, detail))
+    return jobs
+
+
+def choose(spec: Spec, points: list[Point]) -> Tuned:
+    """The best point of each method, with a note where it lies at the grid's edge."""
+    assert spec.tune is not None
+    methods: list[MethodSpec] = []
+    notes: list[str] = []
+    for method in spec.methods:
+        best = min((p for p in points if p.label == method.label), key=Point.rank)
+        if best.final is None:
+            raise FadamgcError(
+                f"tuning {method.label}: no run of the grid stayed finite; lower the values of [tune] eta_l"
+            )
+        methods.append(method.with_(eta_l=best.eta_l, eta_g=best.eta_g))
+        if spec.run.target is not None and best.reached < len(spec.tune.seeds):
+            notes.append(
+                f"{method.label}: the best point reached the target with {best.reached} of "
+                f"{len(spec.tune.seeds)} seeds within {spec.tune.rounds} rounds"
+            )
+        for name, value, values in (
+            ("eta_l", best.eta_l, spec.tune.eta_l),
+            ("eta_g", best.eta_g, spec.tune.eta_g),
+        ):
+            if len(values) > 1 and value in (min(values), max(values)):
+                end = "low" if value == min(values) else "high"
+                notes.append(f"{method.label}: {name}={value:g} is at the {end} end of the grid")
+    tuned = Spec(**{**dict(spec), "methods": tuple(methods)})
+    return Tuned(tuned, tuple(points), tuple(notes))
+
+
+def _point(key: tuple[str, float, float], runs: list[Run | None], target: float | None) -> Point:
+    finished = [run for run in runs if run is not None]
+    rounds = [run.rounds_to(target) for run in finished] if target is not None else []
+    at_target = [r for r in rounds if r is not None]
+    finals = [run.history[-1].test_metric for run in finished]
+    numbers = [f for f in finals if f is not None and math.isfinite(f)]
+    return Point(
+        *key,
+        reached=len(at_target),
+        rounds=fmean(at_target) if at_target else None,
+        final=fmean(numbers) if numbers else None,
+        diverged=len(runs) - len(finished),
+        goal=finished[0].goal if finished else "max",
+    )

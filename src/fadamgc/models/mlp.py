@@ -1,0 +1,35 @@
+"""The multilayer perceptron."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+from fadamgc.data.partition import check_integer
+
+
+def mlp(inputs: int, hidden: Sequence[int], outputs: int, seed: int) -> nn.Module:
+    """Linear layers with ReLU between them, in torch's default initialisation.
+
+    Args:
+        inputs: numbers in one sample; samples of any shape are flattened.
+        hidden: widths of the hidden layers; empty gives a linear model.
+        outputs: numbers in one output.
+        seed: of the initial weights; the same seed gives the same weights.
+
+    >>> sum(p.numel() for p in mlp(64, [64], 10, seed=0).parameters())
+    4810
+    """
+    widths = [inputs, *hidden, outputs]
+    for name, width in zip(("inputs", *["hidden"] * len(hidden), "outputs"), widths, strict=True):
+        check_integer(name, width, 1)
+    check_integer("seed", seed, 0)
+    layers: list[nn.Module] = [nn.Flatten()]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for a, b in pairwise(widths):
+            layers += [nn.Linear(a, b), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])

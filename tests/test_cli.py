@@ -1,0 +1,271 @@
+"""The command line as a user meets it: what it prints, what it writes, how it ends."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fadamgc.cli import app
+
+TINY = """
+name = "tiny"
+[task]
+data = "digits"
+hidden = [8]
+clients = 6
+alpha = 1.0
+[run]
+rounds = 2
+sampled = 3
+tracked = 2
+local_steps = 2
+batch_size = 8
+seeds = [0, 1]
+target = 0.05
+executor = "loop"
+[tune]
+eta_l = [1e-9, 0.01]
+eta_g = [1.0]
+seeds = [7]
+rounds = 12
+[[method]]
+algorithm = "local_adam"
+[[method]]
+algorithm = "fadamgc"
+"""
+
+
+def fadamgc(*arguments: object):
+    """The command in this process."""
+    result = CliRunner().invoke(app, [str(a) for a in arguments])
+    assert "Traceback" not in result.output
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    return result
+
+
+def process(*arguments: object, **options: object) -> subprocess.Popen[str]:
+    """The command in a process of its own, as the shell starts it."""
+    command = [sys.executable, "-c", "from fadamgc.cli import main; main()", *map(str, arguments)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, **pipes | options)
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> Path:
+    path = tmp_path / "spec.toml"
+    path.write_text(TINY)
+    return path
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished experiment."""
+    folder = tmp_path_factory.mktemp("cli")
+    (folder / "spec.toml").write_text(TINY)
+    result = fadamgc("run", folder / "spec.toml", "--out", folder / "out", "--workers", 1)
+    assert result.exit_code == 0, result.output
+    assert "[4/4] FAdamGC, seed 1: 2 rounds, accuracy" in result.stderr  # no terminal: a line a run
+    assert "Rounds to 5 %" in result.stdout
+    assert "report.html" in result.stdout
+    return folder / "out"
+
+
+# What it does.
+
+
+def test_help_and_version_say_what_a_stranger_needs():
+    top = fadamgc("--help")
+    assert top.exit_code == 0
+    for command in ("compare", "run", "list", "report", "partition"):
+        assert command in top.stdout
+        text = fadamgc(command, "--help").stdout
+        assert command == "list" or f"fadamgc {command}" in text
+    assert re.fullmatch(r"fadamgc \d+\.\d+\.\d+\n", fadamgc("--version").stdout)
+
+
+def test_list_shows_every_algorithm_with_what_it_sends():
+    text = fadamgc("list").stdout
+    row = next(line for line in text.splitlines() if re.search(r"\bfadamgc\b", line))
+    assert re.search(r"FAdamGC\W+2\W+1\W+2\W", row)  # x, y down; D up; and dy if tracked
+    assert "beta2=0.99" in text
+    for name in ("digits", "scaffold_m", "dirichlet", "vectorized"):
+        assert name in text
+
+
+def test_run_writes_everything_and_the_options_change_the_spec(spec, tmp_path):
+    out = tmp_path / "out"
+    options = ("--seed", 5, "--seeds", 1, "--rounds", 1, "--methods", "fadamgc", "--workers", 1, "--quiet")
+    result = fadamgc("run", spec, "--out", out, *options)
+    assert result.exit_code == 0, result.output
+    assert result.stderr == ""
+    assert [p.name for p in (out / "runs").iterdir()] == ["fadamgc-seed5"]
+    written = {p.name for p in out.iterdir()}
+    assert {"spec.toml", "partition.png", "results.csv", "results.md", "curves.csv", "report.html"} <= written
+    assert {"rounds.png", "minutes.png", "curves.png"} <= written
+    assert "rounds = 1\n" in (out / "spec.toml").read_text()
+
+
+def test_tuning_from_the_command_line(spec, tmp_path):
+    out = tmp_path / "out"
+    spec.write_text(TINY.replace("target = 0.05", "target = 0.9"))
+    result = fadamgc("run", spec, "--tune", "--rounds", 1, "--out", out, "--workers", 1, "--quiet")
+    assert result.exit_code == 0, result.output
+    assert "tuned FAdamGC: eta_l=0.01, eta_g=1\n" in result.stderr
+    assert "note: FAdamGC: eta_l=0.01 is at the high end of the grid\n" in result.stderr
+    assert (out / "tuning.csv").exists()
+    assert (out / "tuned.toml").read_text() == (out / "spec.toml").read_text()
+    assert "eta_l = 0.01" in (out / "spec.toml").read_text()
+
+
+def test_the_folder_asks_what_to_do_with_what_it_holds(done):
+    again = ("run", done / "spec.toml", "--out", done, "--workers", 1)
+    refused = fadamgc(*again)
+    assert refused.exit_code == 2
+    assert "already holds an experiment; --resume goes on with it, --overwrite replaces it" in refused.stderr
+    resumed = fadamgc(*again, "--resume")
+    assert resumed.exit_code == 0
+    assert resumed.stderr == ""  # no run was made again
+
+
+def test_report_prices_the_same_runs_for_other_links(done):
+    def minutes() -> list[float]:
+        rows = (done / "results.csv").read_text().splitlines()
+        column = rows[0].split(",").index("minutes_mean")
+        return [float(row.split(",")[column]) for row in rows[1:]]
+
+    before = minutes()
+    runs = {p: p.read_bytes() for p in (done / "runs").rglob("*") if p.is_file()}
+    free = ("--down-mbps", "inf", "--up-mbps", "inf", "--seconds-per-step", 30, "--per-round", "slowest")
+    assert fadamgc("report", done, *free).exit_code == 0
+    assert minutes() == [1.0, 1.0]  # a round of two steps
+    assert "its slowest client" in (done / "results.md").read_text()
+    assert fadamgc("report", done).exit_code == 0
+    assert minutes() == before != [1.0, 1.0]
+    assert {p: p.read_bytes() for p in runs} == runs
+
+
+def test_partition_draws_and_tells(tmp_path):
+    out = tmp_path / "labels.png"
+    result = fadamgc("partition", "--clients", 7, "--alpha", 0.5, "--seed", 3, "--out", out)
+    assert result.exit_code == 0, result.output
+    assert "Dirichlet(0.5) over 7 clients" in result.stdout
+    assert "samples a client: least" in result.stdout
+    assert out.read_bytes().startswith(b"\x89PNG")
+
+
+# What it refuses.
+
+REFUSED = {
+    "unknown key": (
+        "local_steps",
+        "local_step",
+        "[run] has no key 'local_step'; did you mean 'local_steps'?",
+    ),
+    "bad TOML": ("[run]", "[run", "spec.toml: not TOML"),
+    "tracked > sampled": ("tracked = 2", "tracked = 4", "error: tracked=4 exceeds sampled=3"),
+    "sampled > clients": ("sampled = 3", "sampled = 7", "error: sampled=7 exceeds clients=6"),
+    "K = 0": ("local_steps = 2", "local_steps = 0", "[run] local_steps=0 is not accepted"),
+    "unknown algorithm": ('"fadamgc"', '"fadamg"', "'fadamg' is not known; did you mean 'fadamgc'?"),
+    "too many clients": ("clients = 6", "clients = 2000", "clients=2000"),
+}
+
+
+@pytest.mark.parametrize(("old", "new", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_a_bad_spec_ends_with_the_reason(spec, tmp_path, old, new, message):
+    spec.write_text(TINY.replace(old, new, 1))
+    result = fadamgc("run", spec, "--out", tmp_path / "out")
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert all(line.startswith("error: ") for line in result.stderr.splitlines())
+    assert result.stdout == ""
+    assert not (tmp_path / "out").exists()
+
+
+COMMANDS = {
+    "missing file": (("run", "none.toml"), "none.toml does not exist"),
+    "a folder as spec": (("run", "."), "cannot be read"),
+    "unknown preset": (("compare", "--preset", "digts"), "'digts' is not known; did you mean 'digits'?"),
+    "unknown method": (("compare", "--methods", "fadam"), "method 'fadam' is not in the spec; did you mean"),
+    "no rounds": (("compare", "--rounds", 0), "[run] rounds=0 is not accepted"),
+    "no seeds": (("compare", "--seeds", 0), "seeds=0 is not accepted"),
+    "negative seed": (("compare", "--seed", -1), "seeds[0]=-1 is not accepted"),
+    "both flags": (("compare", "--resume", "--overwrite"), "both given"),
+    "no experiment": (("report", "."), "holds no spec.toml"),
+    "unknown partition": (("partition", "--partition", "diri"), 'partition="diri" is not accepted'),
+    "no labels": (
+        ("partition", "--data", "quadratics"),
+        "[task] with data='quadratics' has no key 'partition'",
+    ),
+    "no picture format": (("partition", "--out", "a.xyz"), "accepted are"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), COMMANDS.values(), ids=COMMANDS.keys())
+def test_a_bad_command_ends_with_the_reason(tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    result = fadamgc(*arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert list(tmp_path.iterdir()) in ([], [tmp_path / "out"])
+
+
+def test_a_folder_that_cannot_be_used_ends_with_the_reason(spec, tmp_path):
+    taken = tmp_path / "taken"
+    taken.mkdir()
+    (taken / "thesis.tex").write_text("mine")
+    for out, message in (
+        (taken, "holds other files and no experiment"),
+        (spec, "is a file; give a folder"),
+        (spec / "below", "cannot be written"),
+        ("/proc/nothing", "cannot be written"),
+    ):
+        result = fadamgc("run", spec, "--out", out)
+        assert result.exit_code == 2
+        assert message in result.stderr
+    assert (taken / "thesis.tex").read_text() == "mine"
+
+
+def test_a_run_that_diverges_is_named_after_the_table(spec, tmp_path):
+    spec.write_text(TINY + 'eta_l = 1e30\n[[method]]\nalgorithm = "fedavg"\neta_l = 1e30')
+    out = tmp_path / "out"
+    result = fadamgc("run", spec, "--out", out, "--workers", 1, "--quiet", "--methods", "local_adam,fedavg")
+    assert result.exit_code == 2
+    assert "error: FedAvg, seed 0: client" in result.stderr
+    assert "LocalAdam" in result.stdout
+    assert "2 runs of the spec are not there" in result.stdout
+
+
+# In a process of its own.
+
+
+def test_the_shell_sees_a_message_and_an_exit_code(tmp_path):
+    child = process("run", tmp_path / "none.toml")
+    out, err = child.communicate(timeout=60)
+    assert child.returncode == 2
+    assert out == ""
+    assert err == f"error: {tmp_path / 'none.toml'} does not exist; give the path of a spec in TOML\n"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_interrupt_keeps_what_is_finished_and_says_how_to_go_on(spec, tmp_path, workers):
+    options = ("--seeds", 1000, "--out", tmp_path / "out", "--workers", workers)
+    child = process("run", spec, *options, start_new_session=True)
+    seen = [child.stderr.readline() for _ in range(3)]
+    os.killpg(child.pid, signal.SIGINT)  # what a terminal does on Ctrl-C
+    out, err = child.communicate(timeout=60)
+    assert seen[2].startswith("[3/2000] LocalAdam, seed ")
+    assert child.returncode == 130
+    assert "Traceback" not in out + err
+    said = re.search(
+        r"^stopped; (\d+) of 2000 runs are saved, and the same command with --resume goes on$", err, re.M
+    )
+    assert said
+    assert len(list(tmp_path.glob("out/runs/*/run.json"))) >= int(said[1]) >= 3
