@@ -177,6 +177,7 @@ REFUSED = {
     "a negative seed": ("seeds = [0, 1]", "seeds = [-1]", "[run] seeds[0]=-1 is not accepted; it must be greater than or equal to 0"),
     "unknown executor": ('executor = "loop"', 'executor = "lop"', "did you mean 'loop'?"),
     "stop without target": ("target = 0.2", "stop_at_target = true", "[run] stop_at_target=true needs a target"),
+    "target in per cent": ("target = 0.2", "target = 20.0", "[run] target=20.0 is no share; accuracy goes from 0 to 1, 0.9 is 90 %"),
     "weights": ("target = 0.2", 'weights = "sizes"', "[run] weights=\"sizes\" is not accepted; it must be 'uniform', 'size' or a list"),
     "too few weights": ("target = 0.2", "weights = [1, 2]", "[run] weights has 2 entries; give one number, or one for each of 6 clients"),
     "zero link": ("up_mbps = 0.05", "up_mbps = 0", "[cost] up_mbps=0 is not accepted; it must be a number > 0"),
@@ -219,6 +220,11 @@ def test_all_problems_are_named_at_once():
     with pytest.raises(InputError) as caught:
         spec_of(text)
     assert len(str(caught.value).splitlines()) == 3
+
+
+def test_an_objective_cannot_be_asked_to_reach_zero():
+    with pytest.raises(InputError, match=r"\[run\] target=0\.0 is out of reach"):
+        spec_of(QUADRATICS.replace("target = 1e-3", "target = 0.0"))
 
 
 def test_a_missing_spec_file_is_named(tmp_path):

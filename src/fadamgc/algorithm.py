@@ -22,6 +22,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import ABC, abstractmethod
+from numbers import Real
 from typing import Any, ClassVar, Generic, NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -70,7 +71,8 @@ class Algorithm(ABC, Generic[ServerT, DownT, ClientT, LocalT, UpT]):
         for field in dataclasses.fields(self):
             rule = field.metadata.get("rule")
             if rule is not None:
-                rule(f"{type(self).__name__}.{field.name}", getattr(self, field.name))
+                value = rule(f"{type(self).__name__}.{field.name}", getattr(self, field.name))
+                object.__setattr__(self, field.name, value)
 
     @property
     def init_gradient(self) -> bool:
@@ -181,14 +183,15 @@ def example(algorithm: AnyAlgorithm, x: Tensor) -> Example:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _field(default: object, accepts: Any, accepted: str) -> Any:
-    def rule(name: str, value: object) -> None:
-        # A tensor stands for many values at once (a block of runs); its maker has checked them.
-        if not isinstance(value, Tensor) and not accepts(value):
+    def rule(name: str, value: object) -> object:
+        if not accepts(value):
             raise InputError(f"{name}={value!r} is not accepted; it must be {accepted}")
+        plain = isinstance(value, (int, float, str)) or not isinstance(value, Real)
+        return value if plain else float(value)  # numpy's numbers
 
     return dataclasses.field(default=default, metadata={"rule": rule})
 

@@ -41,9 +41,20 @@ def write_atomic(path: Path, data: bytes) -> None:
         os.close(folder)
 
 
+def make_folder(folder: Path) -> None:
+    """Make a folder and see that it can be written to, before work is done for it."""
+    probe = folder / f".{os.getpid()}.tmp"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be written: {error.strerror}") from error
+
+
 def write_bundle(folder: Path, name: str, content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Write ``name.json`` and its tensors into a folder, replacing what was there."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     data = save({key: value.detach().cpu().contiguous().clone() for key, value in tensors.items()})
     digest = hashlib.sha256(data).hexdigest()
     tensor_file = folder / f"{name}-{digest[:16]}.safetensors"
@@ -68,8 +79,10 @@ def read_bundle(folder: Path, name: str) -> tuple[dict[str, Any], dict[str, Tens
     path = folder / f"{name}.json"
     try:
         body = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} does not exist") from None
+    except (FileNotFoundError, NotADirectoryError):
+        others = sorted(other.name for other in folder.glob("*.json"))
+        hint = f"; the folder holds {', '.join(others)}" if others else ""
+        raise CheckpointError(f"{path} does not exist{hint}") from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise CheckpointError(
             f"{path} cannot be read ({error}); it is truncated or not of this kind"

@@ -27,12 +27,22 @@ class Flat:
     @classmethod
     def of(cls, module: nn.Module) -> Flat:
         """The layout of a module's trainable parameters."""
+        if any(nn.parameter.is_lazy(p) for p in module.parameters()):
+            raise InputError(
+                f"model={type(module).__name__} has lazy parameters without a shape; run it once on a batch first"
+            )
         named = [(name, p.shape) for name, p in module.named_parameters() if p.requires_grad]
         if not named:
             total = sum(p.numel() for p in module.parameters())
             raise InputError(
                 f"model={type(module).__name__} has no trainable parameters ({total} frozen ones); "
                 "set requires_grad=True on what is to be trained"
+            )
+        kinds = {p.dtype for p in module.parameters() if p.requires_grad}
+        if len(kinds) > 1:
+            raise InputError(
+                f"model={type(module).__name__} has trainable parameters of types {sorted(map(str, kinds))}; "
+                "all must be the same"
             )
         names, shapes = zip(*named, strict=True)
         return cls(names, shapes)

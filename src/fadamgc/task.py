@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +19,12 @@ Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 Metric: TypeAlias = Literal["accuracy", "loss"] | Callable[[Tensor, Tensor], Any]
 
 
-@dataclass
+@dataclass(eq=False)
 class Task:
     """What is to be learned. Nothing in it is ever changed by a run.
 
     Args:
-        model: any module that maps a batch of inputs to outputs.
+        model: any module that maps a batch of inputs to a tensor of outputs.
         loss: ``loss(output, target)``, a scalar: the mean over the batch.
         clients: one (inputs, targets) pair of tensors, or one torch Dataset, for each client.
         test: the same for the test data; None where nothing is to be evaluated.
@@ -37,25 +37,27 @@ class Task:
         >>> import fadamgc, torch
         >>> data = [(torch.randn(8, 3), torch.randint(2, (8,))) for _ in range(4)]
         >>> task = fadamgc.Task(torch.nn.Linear(3, 2), torch.nn.functional.cross_entropy, data)
-        >>> task.n
-        4
+        >>> task
+        Task('task', model=Linear, clients=4, samples=32)
     """
 
     model: nn.Module
     loss: Loss
-    clients: Sequence[Pair | Dataset[Any]]
+    clients: Iterable[Pair | Dataset[Any]]
     test: Pair | Dataset[Any] | None = None
     metric: Metric = "accuracy"
     goal: Literal["max", "min"] | None = None
     name: str = "task"
-    pairs: list[Pair] = field(init=False, repr=False)
+    pairs: list[Pair] = field(init=False)
     """The clients' data as pairs of tensors."""
-    test_pair: Pair | None = field(init=False, repr=False)
+    test_pair: Pair | None = field(init=False)
     """The test data as a pair of tensors."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, nn.Module):
             raise InputError(f"model={self.model!r} is not a torch.nn.Module")
+        if not callable(self.loss):
+            raise InputError(f"loss={self.loss!r} is not a function of (output, target)")
         if not callable(self.metric) and self.metric not in ("accuracy", "loss"):
             hint = nearest(str(self.metric), ("accuracy", "loss"))
             raise InputError(
@@ -66,13 +68,21 @@ class Task:
             self.goal = "min" if self.metric == "loss" else "max"
         if self.goal not in ("max", "min"):
             raise InputError(f"goal={self.goal!r} is not accepted; it must be 'max' or 'min'")
-        if len(self.clients) == 0:
-            raise InputError("clients=[] is empty; give one pair of tensors for each client")
+        if isinstance(self.clients, (dict, str, Tensor)) or not isinstance(self.clients, Iterable):
+            kind = type(self.clients).__name__
+            raise InputError(f"clients of type {kind} are not accepted; give a list with one pair a client")
         Flat.of(self.model)
+        self.clients = list(self.clients)
         self.pairs = [_pair(data, f"client {i}") for i, data in enumerate(self.clients)]
+        if not self.pairs:
+            raise InputError("clients=[] is empty; give one pair of tensors for each client")
         self.test_pair = None if self.test is None else _pair(self.test, "the test data")
         self._check_shapes()
         self._check_model()
+
+    def __repr__(self) -> str:
+        samples = sum(len(x) for x, _ in self.pairs)
+        return f"Task({self.name!r}, model={type(self.model).__name__}, clients={self.n}, samples={samples})"
 
     @property
     def n(self) -> int:
@@ -83,12 +93,13 @@ class Task:
         """Whether a value of the metric is at least as good as a target."""
         return value <= target if self.goal == "min" else value >= target
 
+    def _everyone(self) -> list[tuple[str, Pair]]:
+        named = [(f"client {i}", pair) for i, pair in enumerate(self.pairs)]
+        return named if self.test_pair is None else [*named, ("the test data", self.test_pair)]
+
     def _check_shapes(self) -> None:
         x0, y0 = self.pairs[0]
-        everyone = [(f"client {i}", pair) for i, pair in enumerate(self.pairs)]
-        if self.test_pair is not None:
-            everyone.append(("the test data", self.test_pair))
-        for who, (x, y) in everyone:
+        for who, (x, y) in self._everyone():
             for what, got, first in (("inputs", x, x0), ("targets", y, y0)):
                 if got.shape[1:] != first.shape[1:]:
                     raise InputError(
@@ -103,38 +114,69 @@ class Task:
     def _check_model(self) -> None:
         """Run the model once, on a copy, so that what cannot work is said before the work starts."""
         x, y = max(self.pairs, key=lambda pair: len(pair[0]))
-        x, y = x[:2], y[:2]
-        output, loss = probe(self.model, self.loss, x, y)
+        outcome = probe(self.model, self.loss, x[:2], y[:2])
+        output, loss = outcome.output, outcome.loss
+        if not isinstance(output, Tensor):
+            raise InputError(
+                f"model={type(self.model).__name__} returns a {type(output).__name__}; it must return a tensor: "
+                "wrap it in a module that does"
+            )
+        self._check_labels(output)
+        if outcome.error is not None:
+            raise InputError(
+                f"loss failed on output of shape {tuple(output.shape)} and targets of shape "
+                f"{tuple(y[:2].shape)} and type {y.dtype}: {outcome.error}"
+            )
         if not isinstance(loss, Tensor) or loss.shape != ():
             got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise InputError(
-                f"loss must return a scalar, the mean over the batch; for a batch of {len(x)} it gave {got}"
+                f"loss must return a scalar, the mean over the batch; for a batch of {len(x[:2])} it gave {got}"
             )
-        labels = y.ndim == 1 and not y.is_floating_point()
-        if labels and isinstance(output, Tensor) and output.ndim == 2:
-            self._check_labels(output.shape[1])
+        if not loss.requires_grad:
+            raise InputError("loss does not depend on the model's trainable parameters, or was detached")
+        classes = output.ndim > 1 and output.shape[1] > 1 and y.shape[1:] == output.shape[2:]
+        if self.metric == "accuracy" and self.test is not None and (not classes or y.is_floating_point()):
+            raise InputError(
+                f"metric='accuracy' needs whole-number targets and one output a class; here outputs have shape "
+                f"{tuple(output.shape[1:])} a sample, targets {tuple(y.shape[1:])} of {y.dtype}: "
+                "give metric='loss' or a function"
+            )
 
-    def _check_labels(self, classes: int) -> None:
-        everyone = [(f"client {i}", y) for i, (_, y) in enumerate(self.pairs)]
-        if self.test_pair is not None:
-            everyone.append(("the test data", self.test_pair[1]))
-        for who, y in everyone:
+    def _check_labels(self, output: Tensor) -> None:
+        """Labels beyond the outputs are refused if the loss refuses them (not if it ignores them)."""
+        classes = output.shape[1] if output.ndim > 1 else 1
+        y0 = self.pairs[0][1]
+        if y0.is_floating_point() or y0.shape[1:] != output.shape[2:] or classes < 2:
+            return
+        for who, (_, y) in self._everyone():
             bad = (y < 0) | (y >= classes)
-            if bad.any():
-                sample = int(bad.nonzero()[0])
-                raise InputError(
-                    f"{who} has label {int(y[sample])} at sample {sample}; the model has {classes} outputs, "
-                    f"so labels must lie in 0..{classes - 1}"
-                )
+            if not bad.any():
+                continue
+            for label in y[bad].unique().tolist():  # type: ignore[no-untyped-call]
+                sample = int((y == label).reshape(len(y), -1).any(dim=1).nonzero()[0])
+                try:
+                    self.loss(output[:1].detach(), y[sample : sample + 1].to(output.device))
+                except Exception as error:
+                    raise InputError(
+                        f"{who} has label {label} at sample {sample}; the model has {classes} outputs, "
+                        f"so labels must lie in 0..{classes - 1}"
+                    ) from error
 
 
-def probe(model: nn.Module, loss: Loss, x: Tensor, y: Tensor) -> tuple[Any, Any]:
-    """Output and loss of a copy of the model in training mode, with errors that name the shapes."""
+class Probe(NamedTuple):
+    """What came of one batch."""
+
+    output: Any
+    loss: Any
+    error: Exception | None  # of the loss
+
+
+def probe(model: nn.Module, loss: Loss, x: Tensor, y: Tensor) -> Probe:
+    """One batch through a copy of the model in training mode; an error of the model names the shapes."""
     module = copy.deepcopy(model).train()
-    dtype = next(p.dtype for p in module.parameters() if p.is_floating_point())
-    device = next(module.parameters()).device
-    x, y = cast(x, dtype, device), cast(y, dtype, device)
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
+    first = next(p for p in module.parameters() if p.requires_grad)
+    x, y = (cast(part, first.dtype, first.device).clone() for part in (x, y))
+    with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
         try:
             output = module(x)
         except Exception as error:
@@ -143,14 +185,9 @@ def probe(model: nn.Module, loss: Loss, x: Tensor, y: Tensor) -> tuple[Any, Any]
                 f"type {x.dtype}: {error}"
             ) from error
         try:
-            value = loss(output, y)
+            return Probe(output, loss(output, y), None)
         except Exception as error:
-            shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
-            raise InputError(
-                f"loss failed on output of shape {shape} and targets of shape {tuple(y.shape)} and "
-                f"type {y.dtype}: {error}"
-            ) from error
-    return output, value
+            return Probe(output, None, error)
 
 
 def cast(data: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -160,18 +197,15 @@ def cast(data: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 def _pair(data: Pair | Dataset[Any], who: str) -> Pair:
     """The data of one client as tensors, checked on their own."""
-    parts: Any = data
-    if isinstance(data, TensorDataset):
-        parts = data.tensors
-    elif isinstance(data, Dataset):
-        samples = [data[i] for i in range(len(data))]  # type: ignore[arg-type]
-        if not samples:
-            raise InputError(f"{who} is empty; every client needs at least one sample")
-        columns = list(zip(*samples, strict=True))
-        parts = tuple(torch.stack([torch.as_tensor(v) for v in column]) for column in columns)
-    if not isinstance(parts, (tuple, list)) or len(parts) != 2:
-        raise InputError(f"{who} must be a pair (inputs, targets) or a Dataset of such pairs")
-    x, y = (torch.as_tensor(part) for part in parts)
+    try:
+        parts = _columns(data)
+        x, y = (torch.as_tensor(part) for part in parts)
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError(
+            f"{who} is not a pair (inputs, targets) of tensors or a Dataset of such pairs: {error}"
+        ) from error
     if x.ndim == 0 or y.ndim == 0 or len(x) != len(y):
         raise InputError(
             f"{who} has inputs of shape {tuple(x.shape)} and targets of shape {tuple(y.shape)}; "
@@ -187,3 +221,18 @@ def _pair(data: Pair | Dataset[Any], who: str) -> Pair:
                 value = part[sample][~torch.isfinite(part[sample])].reshape(-1)[0].item()
                 raise InputError(f"{who} has non-finite {what}: {value} at sample {sample}")
     return x.detach(), y.detach()
+
+
+def _columns(data: Any) -> tuple[Any, ...]:
+    if isinstance(data, TensorDataset):
+        data = data.tensors
+    elif isinstance(data, Dataset):
+        samples = [data[i] for i in range(len(data))]  # type: ignore[arg-type]
+        if not samples:
+            return (torch.empty(0), torch.empty(0))
+        data = tuple(
+            torch.stack([torch.as_tensor(v) for v in column]) for column in zip(*samples, strict=True)
+        )
+    if not isinstance(data, (tuple, list)) or len(data) != 2:
+        raise ValueError(f"got {type(data).__name__}")
+    return tuple(data)

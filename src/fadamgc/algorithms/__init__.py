@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from fadamgc.algorithm import AnyAlgorithm
+from fadamgc.algorithm import Algorithm, AnyAlgorithm
 from fadamgc.algorithms.fa_nt import FANT, FANTLocal
 from fadamgc.algorithms.fadamgc import FAdamGC
 from fadamgc.algorithms.fedadam import FedAdam
@@ -58,6 +58,8 @@ def register(name: str, cls: type[AnyAlgorithm]) -> None:
     """Make an algorithm of one's own known by name to specs and the command line."""
     if not name.isidentifier():
         raise InputError(f"name={name!r} is not accepted; it must be an identifier such as 'my_method'")
+    if not (isinstance(cls, type) and issubclass(cls, Algorithm)):
+        raise InputError(f"cls={cls!r} is not a class of algorithms; derive it from fadamgc.Algorithm")
     if _REGISTRY.get(name, cls) is not cls:
         raise InputError(f"name={name!r} is taken by {_REGISTRY[name].__name__}; choose another")
     _REGISTRY[name] = cls

@@ -33,7 +33,9 @@ def curves_figure(results: Results, lines: Mapping[str, pd.DataFrame], axes: Seq
     for panel, x in zip(panels, axes, strict=True):
         _draw(panel, results, lines, x)
     panels[0].set_ylabel(f"test {results.spec.task.metric}" if results.accuracy else results.spec.task.metric)
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center", frameon=False)
+    handles = panels[0].get_legend_handles_labels()
+    for text in figure.legend(*handles, loc="outside right center", frameon=False).get_texts():
+        text.set_parse_math(False)
     figure.suptitle(results.spec.title or results.spec.name, fontsize=12, parse_math=False)
     return figure
 
@@ -51,9 +53,6 @@ def _draw(panel: Axes, results: Results, lines: Mapping[str, pd.DataFrame], x: s
         if label not in lines:
             continue
         line, shade = lines[label], colour(number, len(labels))
-        low, high = line["mean"] - line["std"], line["mean"] + line["std"]
-        if results.accuracy:
-            high = high.clip(upper=1)
         subject = number == len(labels) - 1
         panel.plot(
             line[x],
@@ -63,7 +62,7 @@ def _draw(panel: Axes, results: Results, lines: Mapping[str, pd.DataFrame], x: s
             label=label,
             zorder=3 + subject,
         )
-        panel.fill_between(line[x], low, high, color=shade, alpha=0.12, linewidth=0)
+        panel.fill_between(line[x], line["low"], line["high"], color=shade, alpha=0.12, linewidth=0)
     if results.spec.run.target is not None:
         target = f"target {results.target}"
         panel.axhline(results.spec.run.target, color="0.35", linewidth=1, linestyle=(0, (4, 3)), label=target)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import math
 from collections.abc import Mapping
 from html import escape
 from typing import TYPE_CHECKING, Any
@@ -113,9 +114,7 @@ def _plot(results: Results, lines: Mapping[str, pd.DataFrame], x: str) -> str:
         if label not in lines:
             continue
         line, shade = lines[label], colour(number, len(everyone))
-        low = (line["mean"] - line["std"]) * scale
-        high = (line["mean"] + line["std"]) * scale
-        high = high.clip(upper=100) if results.accuracy else high
+        low, high = line["low"] * scale, line["high"] * scale
         common: dict[str, Any] = {"legendgroup": label, "name": escape(label)}
         figure.add_scatter(
             x=[*line[x], *line[x][::-1]],
@@ -137,11 +136,16 @@ def _plot(results: Results, lines: Mapping[str, pd.DataFrame], x: str) -> str:
             **common,
         )
     if results.spec.run.target is not None:
-        figure.add_hline(
-            y=results.spec.run.target * scale,
-            line={"color": "#555", "width": 1, "dash": "dash"},
-            annotation_text=f"target {results.target}",
-            annotation_position="bottom right",
+        height = results.spec.run.target * scale
+        figure.add_hline(y=height, line={"color": "#555", "width": 1, "dash": "dash"})
+        figure.add_annotation(
+            text=f"target {results.target}",
+            xref="paper",
+            x=1,
+            y=height if results.accuracy else math.log10(height),  # annotations count decades on a log axis
+            xanchor="right",
+            yanchor="top",
+            showarrow=False,
         )
     figure.update_layout(
         template="plotly_white",

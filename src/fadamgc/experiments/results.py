@@ -134,19 +134,34 @@ def curves(results: Results) -> pd.DataFrame:
 
 
 def mean_curves(results: Results, table: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """By method, over the rounds that all its runs evaluated: round, minutes, mean and std."""
+    """By method, over the rounds that all its runs evaluated: round, minutes, mean, and mean -+ std.
+
+    A metric that is drawn on a logarithmic axis has its mean and its band there.
+    """
+    import numpy as np
+
     lines = {}
     for label, runs in results.runs.items():
         own = table[(table["method"] == label) & table["test_metric"].notna()]
-        by_round = own.groupby("round").agg(
-            minutes=("minutes", "mean"),
-            mean=("test_metric", "mean"),
-            std=("test_metric", "std"),
-            runs=("seed", "count"),
+        values = own["test_metric"] if results.accuracy else np.log(own["test_metric"].clip(lower=1e-300))
+        by_round = (
+            own.assign(value=values)
+            .groupby("round")
+            .agg(
+                minutes=("minutes", "mean"),
+                mean=("value", "mean"),
+                std=("value", "std"),
+                runs=("seed", "count"),
+            )
         )
-        complete = by_round[by_round["runs"] == len(runs)].fillna({"std": 0.0}).reset_index()
-        if len(complete):
-            lines[label] = complete
+        line = by_round[by_round["runs"] == len(runs)].fillna({"std": 0.0}).reset_index()
+        line["low"], line["high"] = line["mean"] - line["std"], line["mean"] + line["std"]
+        if results.accuracy:
+            line["high"] = line["high"].clip(upper=1)
+        else:
+            line[["mean", "low", "high"]] = np.exp(line[["mean", "low", "high"]])
+        if len(line):
+            lines[label] = line[["round", "minutes", "mean", "low", "high"]]
     return lines
 
 

@@ -265,6 +265,15 @@ class Spec(Section):
                     )
         return self
 
+    @after_all(mode="after")
+    def _target_can_be_met(self) -> Spec:
+        target = self.run.target
+        if target is not None and self.task.metric == "accuracy" and not 0 <= target <= 1:
+            raise ValueError(f"[run] target={target!r} is no share; accuracy goes from 0 to 1, 0.9 is 90 %")
+        if target is not None and self.task.metric != "accuracy" and target <= 0:
+            raise ValueError(f"[run] target={target!r} is out of reach; {self.task.metric} is above 0")
+        return self
+
     def tracked(self, method: MethodSpec) -> int | None:
         """How many sampled clients are tracked under a method; None is all of them."""
         return self.run.tracked if method.tracked is None else method.tracked

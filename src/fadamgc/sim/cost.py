@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from numbers import Real
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -107,11 +108,15 @@ class CostModel:
     def __post_init__(self) -> None:
         for field in fields(self)[:4]:
             value = getattr(self, field.name)
-            if isinstance(value, list):
-                object.__setattr__(self, field.name, value := tuple(value))
+            if isinstance(value, (list, np.ndarray)):
+                object.__setattr__(self, field.name, value := tuple(float(v) for v in value))
             link = field.name.endswith("mbps")
+            if value == ():
+                raise InputError(
+                    f"CostModel.{field.name}=() is empty; give one number, or one for each client"
+                )
             for number in value if isinstance(value, tuple) else (value,):
-                good = isinstance(number, (int, float)) and not math.isnan(number)
+                good = isinstance(number, Real) and not isinstance(number, bool) and not math.isnan(number)
                 if not good or number < 0 or (link and number == 0) or (not link and math.isinf(number)):
                     raise InputError(
                         f"CostModel.{field.name}={number!r} is not accepted; "
@@ -121,6 +126,16 @@ class CostModel:
             raise InputError(
                 f"CostModel.per_round={self.per_round!r} is not accepted; it must be 'mean' or 'slowest'"
             )
+
+    def check(self, n: int) -> None:
+        """Refuse a model that has not one entry for each of n clients where it has several."""
+        for field in fields(self)[:4]:
+            value = getattr(self, field.name)
+            if isinstance(value, tuple) and len(value) != n:
+                raise InputError(
+                    f"CostModel.{field.name} has {len(value)} entries for clients={n}; "
+                    "give one number, or one for each client"
+                )
 
     def seconds(self, work: Work) -> float:
         """Seconds that one round, or one exchange before the first, takes."""

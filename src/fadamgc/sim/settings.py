@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Literal
 
 import numpy as np
@@ -35,15 +36,12 @@ class Settings:
     dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        _whole("rounds", self.rounds, least=0)
-        for name in ("sampled", "local_steps", "local_epochs", "batch_size"):
-            if getattr(self, name) is not None:
-                _whole(name, getattr(self, name), least=1)
-        if self.tracked is not None:
-            _whole("tracked", self.tracked, least=0)
-        _whole("seed", self.seed, least=0)
-        _whole("eval_every", self.eval_every, least=1)
-        _whole("checkpoint_every", self.checkpoint_every, least=1)
+        least = {"rounds": 0, "tracked": 0, "seed": 0}
+        optional = ("sampled", "tracked", "local_steps", "local_epochs", "batch_size")
+        for name in ("rounds", "seed", "eval_every", "checkpoint_every", *optional):
+            value = getattr(self, name)
+            if value is not None or name not in optional:
+                object.__setattr__(self, name, _whole(name, value, least.get(name, 1)))
         if self.local_steps is None and self.local_epochs is None:
             raise InputError("local_steps=None and local_epochs=None; give one of them")
         if self.local_steps is not None and self.local_epochs is not None:
@@ -55,8 +53,17 @@ class Settings:
             raise InputError(
                 f"on_nonfinite={self.on_nonfinite!r} is not accepted; it must be 'error' or 'drop'"
             )
-        if self.target is not None and not math.isfinite(self.target):
-            raise InputError(f"target={self.target!r} is not accepted; it must be a finite number")
+        if self.target is not None:
+            if not isinstance(self.target, Real) or not math.isfinite(self.target):
+                raise InputError(f"target={self.target!r} is not accepted; it must be a finite number")
+            object.__setattr__(self, "target", float(self.target))
+        if self.dtype is not None and not (
+            isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point
+        ):
+            raise InputError(
+                f"dtype={self.dtype!r} is not accepted; it must be a type of floating-point numbers such as "
+                "torch.float32"
+            )
 
     def check(self, n: int, sizes: Sequence[int], algorithm: AnyAlgorithm) -> None:
         """Refuse what does not fit the task or the algorithm."""
@@ -158,6 +165,7 @@ class Settings:
         }
 
 
-def _whole(name: str, value: object, least: int) -> None:
+def _whole(name: str, value: object, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
         raise InputError(f"{name}={value!r} is not accepted; it must be a whole number >= {least}")
+    return int(value)
