@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -112,7 +114,19 @@ def test_checkpoint_every(tmp_path):
     assert len(json.loads((tmp_path / "c" / "checkpoint.json").read_text())["history"]) == 7
 
 
+def smoothed(output, target, smoothing=0.5):
+    return nn.functional.cross_entropy(output, target, label_smoothing=smoothing)
+
+
+def other(**changes):
+    task = class_task()
+    fields = {"model": task.model, "loss": task.loss, "clients": task.pairs, "test": task.test_pair}
+    return fadamgc.Task(**(fields | changes))
+
+
 OTHERS = [
+    ({"task": other(metric="loss")}, "metric='accuracy, max' there, metric='loss, min' here"),
+    ({"task": other(loss=smoothed)}, "loss='cross_entropy, .*' there, loss='smoothed, .*' here"),
     ({"seed": 1}, "seed=0 there, seed=1 here"),
     ({"sampled": 4}, "sampled=3 there, sampled=4 here"),
     ({"tracked": 1}, "tracked=2 there, tracked=1 here"),
@@ -140,6 +154,71 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path, other, message):
         simulate(tmp_path / "c", **other)
     assert str(tmp_path / "c") in str(error.value)
     assert {p.name: p.read_bytes() for p in (tmp_path / "c").iterdir()} == before
+
+
+def test_the_same_function_with_another_setting_is_another_loss(tmp_path):
+    simulate(tmp_path / "c", task=other(loss=partial(smoothed, smoothing=0.1)))
+    with pytest.raises(fadamgc.CheckpointError, match="loss='partial, "):
+        simulate(tmp_path / "c", task=other(loss=partial(smoothed, smoothing=0.9)))
+
+
+def test_a_run_that_goes_on_longer_is_evaluated_as_if_it_had_always_been_so_long(tmp_path):
+    whole = simulate(None, resume=False, rounds=6, eval_every=4)
+    simulate(tmp_path / "c", rounds=3, eval_every=4)
+    longer = simulate(tmp_path / "c", rounds=6, eval_every=4)
+    assert_same_run(longer, whole)
+    assert [r.round for r in longer.history if r.test_loss is not None] == [4, 6]
+
+
+def test_a_schedule_may_grow(tmp_path):
+    schedule = [([0, 1], [0]), ([2], []), ([3, 4], [4])]
+    free = {"sampled": None, "tracked": None, "rounds": None}
+    simulate(tmp_path / "c", schedule=schedule[:2], **free)
+    with pytest.raises(fadamgc.CheckpointError, match="schedule differs in a round that is done"):
+        simulate(tmp_path / "c", schedule=[schedule[2], *schedule[1:]], **free)
+    grown = simulate(tmp_path / "c", schedule=schedule, **free)
+    assert_same_run(grown, simulate(None, resume=False, schedule=schedule, **free))
+
+
+def test_what_is_resumed_has_one_price(tmp_path):
+    dear = fadamgc.CostModel(0.001, 0.001)
+    simulate(tmp_path / "c", rounds=2)
+    resumed = simulate(tmp_path / "c", cost=dear)
+    assert_same_run(resumed, simulate(None, resume=False, cost=dear))
+
+
+@dataclass(frozen=True)
+class Unregistered(fadamgc.FedAvg):
+    """An algorithm that only its author knows."""
+
+
+def test_an_unregistered_algorithm_resumes(tmp_path):
+    simulate(tmp_path / "c", algo=Unregistered(), rounds=2)
+    resumed = simulate(tmp_path / "c", algo=Unregistered())
+    assert_same_run(resumed, simulate(None, resume=False, algo=Unregistered()))
+    resumed.save(tmp_path / "run")
+    with pytest.raises(fadamgc.InputError, match="'Unregistered' .* is not registered"):
+        fadamgc.load_run(tmp_path / "run")
+
+
+def test_a_resumed_run_keeps_its_executor(tmp_path):
+    simulate(tmp_path / "c", rounds=2, executor="loop")
+    assert simulate(tmp_path / "c").settings["executor"] == "loop"
+
+
+def test_a_folder_that_cannot_be_one(tmp_path):
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(fadamgc.CheckpointError, match="file.* cannot be written: "):
+            simulate(folder, callbacks=[lambda end: pytest.fail("work was done for nothing")])
+        with pytest.raises(fadamgc.CheckpointError, match="file.* cannot be written: "):
+            simulate(None, resume=False).save(folder)
+
+
+def test_a_checkpoint_is_no_saved_run(tmp_path):
+    simulate(tmp_path / "c")
+    with pytest.raises(fadamgc.CheckpointError, match="run.json does not exist; .* holds checkpoint.json"):
+        fadamgc.load_run(tmp_path / "c")
 
 
 def edit_json(path: Path) -> None:

@@ -129,6 +129,9 @@ def test_infinite_links_are_free_and_nobody_takes_no_time():
         ({"latency": math.nan}, "latency=nan"),
         ({"up_mbps": [1, 0]}, "up_mbps=0"),
         ({"per_round": "median"}, "per_round='median'"),
+        ({"down_mbps": True}, "down_mbps=True"),
+        ({"down_mbps": ()}, "down_mbps=.. is empty"),
+        ({"down_mbps": "fast"}, "down_mbps='fast'"),
     ],
 )
 def test_bad_costs(bad, message):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 
 import pytest
 import torch
@@ -36,6 +37,15 @@ BAD_SETTINGS = [
     ({"weights": [1, 2]}, "weights .* 6 numbers > 0.* got 2 numbers"),
     ({"weights": [1, 1, 1, 1, 1, 0]}, "weights .* among them 0"),
     ({"executor": "vectorised"}, "executor='vectorised' is not known; did you mean 'vectorized'"),
+    ({"target": "0.9"}, "target='0.9'"),
+    ({"dtype": torch.int32}, "dtype=torch.int32 .* floating-point"),
+    ({"dtype": "float32"}, "dtype='float32' .* floating-point"),
+    ({"device": "nowhere"}, "device='nowhere' cannot be used here"),
+    ({"weights": None}, "weights=None"),
+    ({"weights": ["a"] * 6}, "weights=.'a'"),
+    ({"callbacks": [5]}, "callbacks=.5. are not functions"),
+    ({"cost": "cheap"}, "cost='cheap' is not a cost model"),
+    ({"cost": fadamgc.CostModel(up_mbps=(1, 2))}, "up_mbps has 2 entries for clients=6"),
     ({"schedule": [([0], [0])] * 2}, "schedule is given beside sampled=3"),
 ]
 BAD_SCHEDULES = [
@@ -43,8 +53,10 @@ BAD_SCHEDULES = [
     ([([0, 1], [2])] * 2, "round 1: client 2 is tracked but not sampled"),
     ([([0], [0]), ([6], [])], "round 2: sampled client 6 is not in 0..5"),
     ([([0, 0], [])] * 2, "round 1: a client is sampled twice"),
+    ([([0.5], []), ([0], [])], "schedule of round 1 is .*not a pair"),
+    ([([0], []), (["0"], [])], "schedule of round 2 is .*not a pair"),
     ([([0], [])], "rounds=2 exceeds the schedule's 1"),
-    ([[1, 2], [3, 4]], "not a list of"),
+    ([[1, 2], [3, 4]], "schedule of round 1 is .*not a pair"),
 ]
 
 
@@ -132,7 +144,7 @@ BAD_TASKS = [
     ({"clients": changed(2, x=at(X, (3, 1), math.nan))}, "client 2 has non-finite inputs: nan at sample 3"),
     ({"clients": changed(0, x=at(X, (1, 1), math.inf))}, "client 0 has non-finite inputs: inf at sample 1"),
     ({"test": (at(X, (0, 0), -math.inf), Y)}, "the test data has non-finite inputs: -inf at sample 0"),
-    ({"clients": [1, 2]}, "client 0 must be a pair"),
+    ({"clients": [1, 2]}, "client 0 is not a pair"),
     ({"model": FROZEN}, "Linear has no trainable parameters"),
     ({"model": nn.Flatten()}, "Flatten has no trainable parameters"),
     ({"model": "mlp"}, "model='mlp' is not a torch.nn.Module"),
@@ -145,6 +157,15 @@ BAD_TASKS = [
     ({"loss": F.mse_loss}, r"loss failed on output of shape \(2, 3\) and targets of shape \(2,\)"),
     ({"metric": "acuracy"}, "metric='acuracy' is not known; did you mean 'accuracy'"),
     ({"goal": "up"}, "goal='up'"),
+    ({"clients": None}, "clients of type NoneType"),
+    ({"clients": {0: (X, Y)}}, "clients of type dict"),
+    ({"clients": ["ab", "cd"]}, "client 0 is not a pair"),
+    ({"clients": [(X, ["a", "b", "c", "d"])]}, "client 0 is not a pair"),
+    ({"loss": None}, "loss=None is not a function"),
+    ({"loss": lambda o, y: F.cross_entropy(o.detach(), y)}, "loss does not depend on"),
+    ({"model": nn.LazyLinear(3)}, "LazyLinear has lazy parameters"),
+    ({"model": nn.ParameterList([torch.ones(2), torch.ones(2).double()])}, "trainable parameters of types"),
+    ({"model": nn.GRU(5, 3)}, "GRU returns a tuple; it must return a tensor"),
 ]
 
 
@@ -155,6 +176,69 @@ def test_tasks(bad, message):
     fadamgc.Task(**good)
     with pytest.raises(fadamgc.InputError, match=message):
         fadamgc.Task(**(good | bad))
+
+
+def test_accuracy_needs_classes():
+    for model, loss, y in (
+        (nn.Linear(5, 1), half_squared_error, ONES),
+        (nn.Linear(5, 1), lambda o, y: F.binary_cross_entropy_with_logits(o[:, 0], y.float()), Y),
+        (nn.Sequential(nn.Linear(5, 1), nn.Flatten(0)), half_squared_error, ONES[:, 0]),
+    ):
+        fadamgc.Task(model, loss, [(X, y)])  # nothing to evaluate, nothing to refuse
+        fadamgc.Task(model, loss, [(X, y)], (X, y), metric="loss")
+        with pytest.raises(fadamgc.InputError, match="metric='accuracy' needs .*give metric='loss'"):
+            fadamgc.Task(model, loss, [(X, y)], (X, y))
+
+
+def test_labels_of_sequences_are_checked_too():
+    x, y = torch.ones(4, 5, 6), torch.zeros(4, 6, dtype=torch.long)
+    fadamgc.Task(nn.Conv1d(5, 3, 1), F.cross_entropy, [(x, at(y, (1, 2), -100))])
+    with pytest.raises(fadamgc.InputError, match="client 0 has label 3 at sample 1"):
+        fadamgc.Task(nn.Conv1d(5, 3, 1), F.cross_entropy, [(x, at(y, (1, 2), 3))])
+
+
+@pytest.mark.parametrize("answer", [None, torch.ones(3), "good"])
+def test_a_metric_that_is_no_number_is_refused_before_any_work(answer):
+    task = class_task(metric=lambda output, target: answer)
+    with pytest.raises(fadamgc.InputError, match="metric=.* must return a number"):
+        fadamgc.simulate(fadamgc.FedAvg(), task, **GOOD, callbacks=[lambda end: pytest.fail("too late")])
+
+
+@pytest.mark.parametrize("executor", ["loop", "vectorized"])
+def test_a_failure_on_one_clients_data_names_it(executor):
+    task = class_task(sizes=(4, 4, 1, 4), model=mlp(0, nn.BatchNorm1d(8)))
+    with pytest.raises(fadamgc.FadamgcError, match="client 2 in round 1, at local step 1, on a batch of 1"):
+        fadamgc.simulate(fadamgc.FedAvg(), task, rounds=1, local_steps=2, executor=executor)
+    words = [(torch.tensor([[0, 1]]), torch.tensor([0])), (torch.tensor([[9, 1]]), torch.tensor([0]))]
+    model = nn.Sequential(nn.Embedding(5, 2), nn.Flatten(), nn.Linear(4, 2))
+    with pytest.raises(fadamgc.FadamgcError, match="client 1 in round 1, at local step 1"):
+        fadamgc.simulate(
+            fadamgc.FedAvg(),
+            fadamgc.Task(model, F.cross_entropy, words),
+            rounds=1,
+            local_steps=1,
+            executor=executor,
+        )
+
+
+def test_other_arguments():
+    with pytest.raises(fadamgc.InputError, match="task=Linear is not a task"):
+        fadamgc.simulate(fadamgc.FedAvg(), nn.Linear(2, 2), rounds=1)  # type: ignore[arg-type]
+    task = class_task()
+    with pytest.raises(fadamgc.InputError, match="target=0.5 without test data"):
+        fadamgc.simulate(
+            fadamgc.FedAvg(), fadamgc.Task(task.model, task.loss, task.pairs), rounds=1, target=0.5
+        )
+    with pytest.raises(fadamgc.InputError, match="cls=.*int.* is not a class of algorithms"):
+        fadamgc.register("mine", int)  # type: ignore[arg-type]
+    with pytest.raises(fadamgc.InputError, match="FAdamGC.eta_l=tensor"):
+        fadamgc.FAdamGC(eta_l=torch.tensor(0.1))  # type: ignore[arg-type]
+
+
+def test_errors_cross_process_boundaries():
+    error = pickle.loads(pickle.dumps(fadamgc.NonFiniteError(3, 7, 2, "update")))
+    assert (error.client, error.round, error.step) == (3, 7, 2)
+    assert "client 3" in str(error)
 
 
 def test_non_finite_targets():

@@ -165,6 +165,15 @@ def test_a_round_that_is_given_up_leaves_the_state_alone():
     assert torch.equal(one.y, two.y)
 
 
+def test_a_group_may_be_added_before_the_first_round():
+    algo = fadamgc.FAdamGC()
+    one, two = mlp(), mlp()
+    a, b = ClientOptimizer(one.parameters(), algo), ClientOptimizer(two[0].parameters(), algo)
+    b.add_param_group({"params": two[2].parameters()})
+    servers = [a_round(algo, o, m, algo.init_server(vector(m))) for o, m in ((a, one), (b, two))]
+    torch.testing.assert_close(servers[0].x, servers[1].x)
+
+
 def test_untracked():
     algo = fadamgc.FAdamGC()
     model = mlp()
@@ -209,9 +218,22 @@ def test_errors():
         ClientOptimizer([{"params": model.parameters(), "lrr": 1}], algo)
     with pytest.raises(fadamgc.InputError, match="starts from gradients: pass gradient="):
         ClientOptimizer(model.parameters(), fadamgc.FAdamGC(init="gradient"))
-    one = ClientOptimizer(model.parameters(), fadamgc.Scaffold(option="I"))
+    scaffold = fadamgc.Scaffold(option="I")
+    one = ClientOptimizer(model.parameters(), scaffold)
     with pytest.raises(fadamgc.InputError, match="wants the client's gradient at x"):
+        one.start_round(scaffold.broadcast(scaffold.init_server(vector(model))))
+    with pytest.raises(fadamgc.InputError, match="down of type Down is not what Scaffold sends"):
         one.start_round(down)
+    with pytest.raises(fadamgc.InputError, match="down of type Tensor is not what Scaffold sends"):
+        one.start_round(vector(model))
+    with pytest.raises(fadamgc.FadamgcError, match="add_param_group.. after the first start_round"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    with pytest.raises(fadamgc.InputError, match="algorithm='fadamgc' is not an algorithm"):
+        ClientOptimizer(model.parameters(), "fadamgc")  # type: ignore[arg-type]
+    other = ClientOptimizer(model.parameters(), fadamgc.Scaffold())
+    other.load_state_dict(optimizer.state_dict())
+    with pytest.raises(fadamgc.FadamgcError, match="state has no .*another algorithm"):
+        other.step()
     with pytest.raises(fadamgc.InputError, match="one type and on one device"):
         ClientOptimizer([nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2).double())], algo)
     with pytest.raises(fadamgc.InputError, match="one type and on one device"):

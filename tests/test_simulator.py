@@ -280,6 +280,178 @@ def test_a_loss_that_is_no_plain_mean_is_not_padded():
         torch.testing.assert_close(runs[1].x, runs[0].x, rtol=1e-12, atol=1e-13)
 
 
+def agree(task, **options):
+    """loop and vectorized give the same, in float64."""
+    options = {"dtype": torch.float64, "rounds": 3, "sampled": None, "tracked": None} | options
+    runs = [simulate(fadamgc.FedAvg(), task, executor=e, **options) for e in ("loop", "vectorized")]
+    torch.testing.assert_close(runs[1].x, runs[0].x, rtol=1e-10, atol=1e-12)
+    for name, value in runs[0].buffers.items():
+        torch.testing.assert_close(runs[1].buffers[name], value, rtol=1e-9, atol=1e-11)
+    start = simulate(fadamgc.FedAvg(), task, **(options | {"rounds": 0})).x
+    assert not torch.equal(runs[0].x, start)
+
+
+def zeroed(model: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        list(model.modules())[-1].weight.zero_()
+        list(model.modules())[-1].bias.zero_()
+    return model
+
+
+def test_class_weights_are_not_lost_where_the_initial_model_hides_them():
+    """All outputs zero: every sample has the same loss, so the weighted mean is the plain one, there."""
+    task = class_task(sizes=(3, 20, 7, 16))
+    agree(fadamgc.Task(zeroed(nn.Linear(5, 3)), WeightedLoss(), task.pairs, task.test_pair), batch_size=8)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_weight_of_a_rare_class_is_not_lost(seed):
+    task = class_task(sizes=(3, 60, 7, 60), seed=seed)
+    pairs = [(x, y.clamp(max=1)) for x, y in task.pairs]
+    pairs[3][1][17] = 2  # the only one of its class
+    agree(fadamgc.Task(task.model, WeightedLoss(), pairs, task.test_pair), batch_size=8)
+
+
+def test_labels_that_the_loss_ignores_are_ignored():
+    """A mean over tokens is no mean over samples when some tokens do not count."""
+    random = torch.Generator().manual_seed(0)
+    clients = []
+    for samples in (3, 9, 6):
+        x, y = torch.randn(samples, 4, 5, generator=random), torch.randint(3, (samples, 4), generator=random)
+        y[torch.rand(samples, 4, generator=random) < 0.4] = -100
+        y[:, 0] = 1
+        clients.append((x, y))
+
+    def loss(output, target):
+        return F.cross_entropy(output.reshape(-1, 3), target.reshape(-1))
+
+    agree(fadamgc.Task(zeroed(nn.Linear(5, 3)), loss, clients), batch_size=4)
+
+
+@pytest.mark.parametrize("inner", [nn.BatchNorm1d(8), nn.LayerNorm(8), nn.GroupNorm(2, 8)])
+def test_norms(inner):
+    agree(class_task(model=zeroed(mlp(0, inner)), sizes=(4, 20, 7, 16)), batch_size=6)
+
+
+class InPlace(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(5, 3)
+
+    def forward(self, x):
+        x /= 2.0
+        return self.linear(x)
+
+
+def test_a_model_that_works_in_place_spoils_no_data():
+    task = class_task()
+    before = [x.clone() for x, _ in [*task.pairs, task.test_pair]]
+    task = fadamgc.Task(InPlace(), F.cross_entropy, task.pairs, task.test_pair)
+    for executor in ("loop", "vectorized"):
+        simulate(fadamgc.Scaffold(option="I", init="gradient"), task, executor=executor)
+    for (x, _), was in zip([*task.pairs, task.test_pair], before, strict=True):
+        assert torch.equal(x, was)
+
+
+class RunningMean(nn.Module):
+    """Keeps a statistic by assignment, not in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(5, 3)
+        self.register_buffer("ema", torch.zeros(3))
+
+    def forward(self, x):
+        output = self.linear(x)
+        if self.training:
+            self.ema = 0.5 * self.ema + 0.5 * output.mean(0)
+        return output
+
+
+def test_buffers_that_are_assigned():
+    task = class_task(model=RunningMean())
+    agree(task)
+    run = simulate(fadamgc.FedAvg(), task, executor="loop")
+    assert (run.buffers["ema"] != 0).all()
+    assert (task.model.ema == 0).all()
+
+
+def test_batchnorm_on_data_that_leaves_its_mean_at_zero():
+    task = class_task(sizes=(8, 4))
+    pairs = [(x.clone(), y) for x, y in task.pairs]
+    pairs[0][0][:2] = 0.0
+    model = nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 3))
+    run = simulate(fadamgc.FedAvg(), fadamgc.Task(model, F.cross_entropy, pairs), sampled=2)
+    assert (run.buffers["0.running_mean"] != 0).all()
+
+
+def test_the_type_of_the_trained_parameters_counts():
+    class Backbone(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.frozen = nn.Linear(5, 8).half().requires_grad_(False)
+            self.head = nn.Linear(8, 3)
+
+        def forward(self, x):
+            return self.head(self.frozen(x.half()).float())
+
+    run = simulate(fadamgc.FedAvg(), class_task(model=Backbone()), executor="loop")
+    assert run.x.dtype == torch.float32
+    assert run.model.frozen.weight.dtype == torch.float16
+
+
+class Noisy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.linear(F.dropout(x, 0.5))  # also in evaluation
+
+
+def test_randomness_of_an_evaluation_is_addressed():
+    task = class_task(model=Noisy())
+    before = torch.get_rng_state()
+    one, two = (simulate(fadamgc.FedAvg(), task) for _ in range(2))
+    assert one.history == two.history
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("executor", ["loop", "vectorized"])
+def test_inside_no_grad_and_inference_mode(executor):
+    plain = simulate(fadamgc.FAdamGC(), class_task(), executor=executor)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert torch.equal(simulate(fadamgc.FAdamGC(), class_task(), executor=executor).x, plain.x)
+
+
+def test_numbers_of_numpy_are_numbers(tmp_path):
+    options = {"rounds": np.int64(2), "sampled": np.int32(3), "tracked": np.int64(1), "seed": np.int64(4)}
+    run = simulate(fadamgc.FAdamGC(eta_l=np.float32(0.5)), class_task(), target=np.float32(2), **options)
+    run.save(tmp_path / "run")
+    plain = simulate(fadamgc.FAdamGC(eta_l=0.5), class_task(), rounds=2, sampled=3, tracked=1, seed=4)
+    assert torch.equal(run.x, plain.x)
+    assert fadamgc.load_run(tmp_path / "run").algorithm == plain.algorithm
+
+
+def test_short_names():
+    task = class_task()
+    assert repr(task) == "Task('task', model=Sequential, clients=6, samples=95)"
+    assert repr(simulate(fadamgc.FedAvg(), task)).startswith("Run('fedavg' on 'task', rounds=3, metric=")
+
+
+def test_graphs_of_many_shapes_are_not_all_kept():
+    task = class_task(sizes=range(2, 40), model=mlp(0, nn.BatchNorm1d(8)))
+    made = []
+
+    def factory(problem):
+        made.append(VectorizedExecutor(problem))
+        return made[0]
+
+    simulate(fadamgc.FedAvg(), task, sampled=38, rounds=1, local_steps=1, batch_size=None, executor=factory)
+    assert len(made[0]._traced) == 16
+
+
 # Weights, evaluation, stopping, callbacks
 
 
@@ -366,6 +538,12 @@ def test_stop_at_target():
     assert whole.minutes_to(target) == pytest.approx(
         sum(r.simulated_seconds for r in whole.history[:reached]) / 60
     )
+
+
+def test_only_true_stops():
+    for answer, rounds in ((1, 3), (torch.ones(2), 3), ("yes", 3), (True, 1), (np.True_, 1)):
+        run = simulate(fadamgc.FedAvg(), class_task(), callbacks=[lambda end, answer=answer: answer])
+        assert len(run.history) == rounds
 
 
 def test_callbacks_see_each_round_and_can_stop():

@@ -23,6 +23,7 @@ import dataclasses
 import math
 from abc import ABC, abstractmethod
 from numbers import Real
+from types import NoneType
 from typing import Any, ClassVar, Generic, NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -183,15 +184,15 @@ def example(algorithm: AnyAlgorithm, x: Tensor) -> Example:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
 
 
 def _field(default: object, accepts: Any, accepted: str) -> Any:
-    def rule(name: str, value: object) -> object:
+    def rule(name: str, value: Any) -> Any:
         if not accepts(value):
             raise InputError(f"{name}={value!r} is not accepted; it must be {accepted}")
-        plain = isinstance(value, (int, float, str)) or not isinstance(value, Real)
-        return value if plain else float(value)  # numpy's numbers
+        plain = isinstance(value, (int, float, str, NoneType))
+        return value if plain else float(value)  # a number of numpy's
 
     return dataclasses.field(default=default, metadata={"rule": rule})
 

@@ -22,6 +22,10 @@ class CheckpointError(FadamgcError):
     """A checkpoint or a saved run that is damaged, incomplete or of another experiment."""
 
 
+class ClientError(FadamgcError):
+    """The model or the loss failed on one client's data; the message names client, round and step."""
+
+
 class NonFiniteError(FadamgcError):
     """A client's update was not finite.
 
@@ -32,12 +36,15 @@ class NonFiniteError(FadamgcError):
     """
 
     def __init__(self, client: int, round: int, step: int | None, what: str) -> None:
-        self.client, self.round, self.step = client, round, step
+        self.client, self.round, self.step, self.what = client, round, step, what
         where = "at an unknown local step" if step is None else f"at local step {step}"
         super().__init__(
             f"client {client} produced a non-finite {what} in round {round}, {where}; "
             'lower eta_l, look at that client\'s data, or pass on_nonfinite="drop" to go on without it'
         )
+
+    def __reduce__(self) -> tuple[type[NonFiniteError], tuple[int, int, int | None, str]]:
+        return type(self), (self.client, self.round, self.step, self.what)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -29,7 +29,7 @@ class Flat:
         """The layout of a module's trainable parameters."""
         if any(nn.parameter.is_lazy(p) for p in module.parameters()):
             raise InputError(
-                f"model={type(module).__name__} has lazy parameters without a shape; run it once on a batch first"
+                f"model={type(module).__name__} has lazy parameters without a shape; run it once on a batch"
             )
         named = [(name, p.shape) for name, p in module.named_parameters() if p.requires_grad]
         if not named:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fadamgc.algorithm import AnyAlgorithm, example
+from fadamgc.algorithm import Algorithm, AnyAlgorithm, example
 from fadamgc.errors import FadamgcError, InputError, nearest
 
 GROUP_KEYS = ("params", "lr", "param_names", "initial_lr")
@@ -26,7 +26,9 @@ class ClientOptimizer(Optimizer):
     no business of an optimizer: average them beside it.
 
     A group's ``lr`` is its eta_l and may be changed by a scheduler. A change counts from the next
-    ``start_round`` on, because rules such as SCAFFOLD's divide by the step size of the whole round.
+    ``start_round`` on, because rules such as SCAFFOLD's divide by the step size of the whole round. The
+    server's rule of FedAvg-M and SCAFFOLD-M divides by eta_l, too: if lr is not the algorithm's own eta_l,
+    aggregate with ``dataclasses.replace(algorithm, eta_l=lr)``, and use one lr for all groups.
 
     Args:
         params: parameters or groups, as for any torch optimizer.
@@ -54,7 +56,12 @@ class ClientOptimizer(Optimizer):
         algorithm: AnyAlgorithm,
         gradient: Tensor | None = None,
     ) -> None:
+        if not isinstance(algorithm, Algorithm):
+            raise InputError(
+                f"algorithm={algorithm!r} is not an algorithm; give one such as fadamgc.FAdamGC()"
+            )
         self.algorithm = algorithm
+        self._gradient = gradient
         self._types = {
             kind: type(value) for kind, value in example(algorithm, torch.empty(0))._asdict().items()
         }
@@ -64,14 +71,11 @@ class ClientOptimizer(Optimizer):
                 f"{type(algorithm).__name__} starts from gradients: pass gradient=, the client's gradient "
                 "at the initial model as a vector"
             )
-        pieces = (
-            self._split("gradient", gradient) if algorithm.init_gradient else [None] * len(self.param_groups)
-        )
-        for group, piece in zip(self.param_groups, pieces, strict=True):
-            self._keep(group, "client", algorithm.init_client(_flatten(group), piece))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; only before the first round, since the server's vectors have one length."""
+        if any(self._state(group) for group in self.param_groups):
+            raise FadamgcError("add_param_group() after the first start_round(); the vectors have one length")
         for key in param_group:
             if key not in GROUP_KEYS:
                 raise InputError(
@@ -88,7 +92,8 @@ class ClientOptimizer(Optimizer):
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "algorithm": self.algorithm, "_types": self._types}
+        own = {name: getattr(self, name) for name in ("algorithm", "_types", "_gradient")}
+        return {**super().__getstate__(), **own}
 
     @property
     def in_round(self) -> bool:
@@ -106,6 +111,11 @@ class ClientOptimizer(Optimizer):
             gradient: the gradient of the client's whole data at ``down.x``, for algorithms that want
                 it (SCAFFOLD's option I).
         """
+        if not isinstance(down, self._types["down"]):
+            raise InputError(
+                f"down of type {type(down).__name__} is not what {type(self.algorithm).__name__} sends; "
+                "give algorithm.broadcast(server)"
+            )
         if self.algorithm.round_gradient and gradient is None:
             raise InputError(
                 f"{type(self.algorithm).__name__} wants the client's gradient at x: "
@@ -113,8 +123,12 @@ class ClientOptimizer(Optimizer):
             )
         pieces = self._split("gradient", gradient) if self.algorithm.round_gradient else None
         columns = [self._split(f"down.{name}", value) for name, value in down._asdict().items()]
+        initial = self._split("gradient", self._gradient) if self.algorithm.init_gradient else None
         for i, group in enumerate(self.param_groups):
             state = self._state(group)
+            if not state:  # the first round
+                start = self.algorithm.init_client(_flatten(group), None if initial is None else initial[i])
+                self._keep(group, "client", start)
             part = type(down)(*(column[i] for column in columns))
             state["k"], state["eta_l"] = 0, float(group["lr"])
             local = self._algorithm(group).begin(
@@ -159,7 +173,7 @@ class ClientOptimizer(Optimizer):
             state = self._state(group)
             down, client = self._recall(group, "down"), self._recall(group, "client")
             new, up = self._algorithm(group).finish(
-                down, client, self._recall(group, "local"), _flatten(group), state["k"], tracked
+                down, client, self._recall(group, "local"), _flatten(group), state["k"], bool(tracked)
             )
             for key in [key for key in state if not key.startswith("client.")]:
                 del state[key]
@@ -195,6 +209,12 @@ class ClientOptimizer(Optimizer):
     def _recall(self, group: dict[str, Any], kind: str) -> Any:
         cls = self._types[kind]
         state = self._state(group)
+        missing = [name for name in cls._fields if f"{kind}.{name}" not in state]
+        if missing:
+            raise FadamgcError(
+                f"the optimizer's state has no {kind}.{missing[0]}; it is that of another algorithm, or its "
+                "parameters were frozen or changed since"
+            )
         return cls(*(state[f"{kind}.{name}"] for name in cls._fields))
 
 

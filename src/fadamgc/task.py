@@ -118,8 +118,8 @@ class Task:
         output, loss = outcome.output, outcome.loss
         if not isinstance(output, Tensor):
             raise InputError(
-                f"model={type(self.model).__name__} returns a {type(output).__name__}; it must return a tensor: "
-                "wrap it in a module that does"
+                f"model={type(self.model).__name__} returns a {type(output).__name__}; "
+                "it must return a tensor: wrap it in a module that does"
             )
         self._check_labels(output)
         if outcome.error is not None:
@@ -130,15 +130,15 @@ class Task:
         if not isinstance(loss, Tensor) or loss.shape != ():
             got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise InputError(
-                f"loss must return a scalar, the mean over the batch; for a batch of {len(x[:2])} it gave {got}"
+                f"loss must return a scalar, the mean over the batch; for {len(output)} samples it gave {got}"
             )
         if not loss.requires_grad:
             raise InputError("loss does not depend on the model's trainable parameters, or was detached")
         classes = output.ndim > 1 and output.shape[1] > 1 and y.shape[1:] == output.shape[2:]
         if self.metric == "accuracy" and self.test is not None and (not classes or y.is_floating_point()):
             raise InputError(
-                f"metric='accuracy' needs whole-number targets and one output a class; here outputs have shape "
-                f"{tuple(output.shape[1:])} a sample, targets {tuple(y.shape[1:])} of {y.dtype}: "
+                "metric='accuracy' needs whole-number targets and one output a class; here outputs have "
+                f"shape {tuple(output.shape[1:])} a sample, targets {tuple(y.shape[1:])} of {y.dtype}: "
                 "give metric='loss' or a function"
             )
 
@@ -173,10 +173,10 @@ class Probe(NamedTuple):
 
 def probe(model: nn.Module, loss: Loss, x: Tensor, y: Tensor) -> Probe:
     """One batch through a copy of the model in training mode; an error of the model names the shapes."""
-    module = copy.deepcopy(model).train()
-    first = next(p for p in module.parameters() if p.requires_grad)
-    x, y = (cast(part, first.dtype, first.device).clone() for part in (x, y))
     with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
+        module = copy.deepcopy(model).train()
+        first = next(p for p in module.parameters() if p.requires_grad)
+        x, y = (cast(part, first.dtype, first.device).clone() for part in (x, y))
         try:
             output = module(x)
         except Exception as error:

@@ -116,7 +116,7 @@ class CostModel:
                     f"CostModel.{field.name}=() is empty; give one number, or one for each client"
                 )
             for number in value if isinstance(value, tuple) else (value,):
-                good = isinstance(number, Real) and not isinstance(number, bool) and not math.isnan(number)
+                good = not isinstance(number, bool) and isinstance(number, Real) and not math.isnan(number)
                 if not good or number < 0 or (link and number == 0) or (not link and math.isinf(number)):
                     raise InputError(
                         f"CostModel.{field.name}={number!r} is not accepted; "

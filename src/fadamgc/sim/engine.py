@@ -3,31 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
+import reprlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import index
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from fadamgc.algorithm import Algorithm, AnyAlgorithm, Cohort, add
 from fadamgc.algorithms import algorithm_name
-from fadamgc.errors import CheckpointError, InputError, NonFiniteError
-from fadamgc.files import has_bundle
+from fadamgc.errors import InputError, NonFiniteError
+from fadamgc.sim.aggregate import Sums, finite, in_order
+from fadamgc.sim.checkpoint import open_checkpoint, write_checkpoint
 from fadamgc.sim.cost import CostModel, Work, traffic
-from fadamgc.sim.executors import ExecutorChoice, Job, LoopExecutor, Result, Round, make_executor
+from fadamgc.sim.executors import EXECUTORS, ExecutorChoice, Job, LoopExecutor, Round, make_executor
 from fadamgc.sim.problem import Buffers, Problem
 from fadamgc.sim.progress import progress_bar
-from fadamgc.sim.run import ClientStates, Record, Run, environment, read_run, write_run
+from fadamgc.sim.run import ClientStates, Record, Run, environment
 from fadamgc.sim.sampling import Draw, batches
 from fadamgc.sim.settings import Settings
 from fadamgc.task import Task
 
 
 class RoundEnd(NamedTuple):
-    """What a callback sees after each round."""
+    """What a callback sees after each round; ``clients`` is live, so copy what is to be kept."""
 
     record: Record
     server: Any
@@ -107,6 +109,17 @@ def simulate(
     """
     if not isinstance(algorithm, Algorithm):
         raise InputError(f"algorithm={algorithm!r} is not an algorithm; give one such as fadamgc.FAdamGC()")
+    if not isinstance(task, Task):
+        raise InputError(f"task={type(task).__name__} is not a task; give a fadamgc.Task")
+    if cost is not None and not isinstance(cost, CostModel):
+        raise InputError(f"cost={cost!r} is not a cost model; give a fadamgc.CostModel")
+    hooks = list(callbacks) if isinstance(callbacks, Iterable) else [callbacks]
+    if not all(map(callable, hooks)):
+        raise InputError(f"callbacks={callbacks!r} are not functions of a RoundEnd")
+    if target is not None and task.test is None:
+        raise InputError(f"target={target!r} without test data; give the task a test set")
+    if resume and checkpoint is None:
+        raise InputError("resume=True without checkpoint; say which folder to go on from")
     draws = None if schedule is None else _draws(schedule)
     if rounds is None:
         if draws is None:
@@ -121,7 +134,7 @@ def simulate(
         batch_size=batch_size,
         seed=seed,
         schedule=draws,
-        weights=weights if isinstance(weights, str) else tuple(float(w) for w in weights),
+        weights=weights if isinstance(weights, str) else _numbers("weights", weights),
         eval_every=eval_every,
         target=target,
         on_nonfinite=on_nonfinite,
@@ -129,20 +142,19 @@ def simulate(
         dtype=dtype,
     )
     settings.check(task.n, [len(x) for x, _ in task.pairs], algorithm)
-    if resume and checkpoint is None:
-        raise InputError("resume=True without checkpoint; say which folder to go on from")
-    engine = Engine(algorithm, task, settings, cost or CostModel(), device, executor)
+    cost = cost or CostModel()
+    cost.check(task.n)
     store = None if checkpoint is None else Path(checkpoint)
-    if store is not None:
-        engine.open(store, resume)
-    with progress_bar(progress, f"{type(algorithm).title} on {task.name}", rounds, engine.t) as advance:
-        for end in engine.rounds(store):
-            advance(end.record)
-            answers = [callback(end) for callback in callbacks]
-            if True in answers:
-                break
-    if store is not None:
-        engine.write(store)
+    with torch.inference_mode(False):
+        engine = Engine(algorithm, task, settings, cost, device, executor, store, resume)
+        with progress_bar(
+            progress, f"{algorithm.title} on {task.name}", settings.rounds, engine.t
+        ) as advance:
+            for end in engine.rounds():
+                advance(end.record)
+                if any([_says_stop(hook(end)) for hook in hooks]):  # noqa: C419 - each is to be called
+                    break
+        engine.write()
     return engine.result()
 
 
@@ -157,17 +169,40 @@ class Engine:
         cost: CostModel,
         device: str | torch.device | None,
         executor: ExecutorChoice,
+        store: Path | None,
+        resume: bool,
     ) -> None:
         self.algorithm, self.task, self.settings, self.cost = algorithm, task, settings, cost
+        self.store, self.stored = store, -1
         self.problem = Problem(task, settings.dtype, device)
-        self.executor = make_executor(executor, self.problem)
         self.weights = settings.weight_of(self.problem.size)
         self.traffic = traffic(algorithm, self.problem.flat.d, self.problem.dtype, self.problem.buffers0)
         self.t = 0
         self.history: list[Record] = []
         self.buffers = self.problem.buffers0
         self.setup: tuple[Work, ...] = ()
-        self._start()
+        saved = None
+        if store is not None:
+            saved = open_checkpoint(store, resume, self.identity(), algorithm, settings)
+        if saved is not None:
+            self._take_up(saved)
+            if executor == "auto" and saved.settings["executor"] in EXECUTORS:
+                executor = saved.settings["executor"]  # another might differ in the last bit
+        else:
+            self._start()
+        self.executor = make_executor(executor, self.problem)
+        if callable(task.metric):
+            self.problem.evaluate(self.server.x, self.buffers, settings.seed, 0)  # or fail now
+
+    def _take_up(self, saved: Run) -> None:
+        """Go on where another run was."""
+        device = self.problem.device
+        self.server = _to(saved.server, device)
+        states = {i: _to(saved.clients[i], device) for i in saved.clients.participants}
+        self.clients = ClientStates(self.problem.n, _to(saved.clients.initial, device), states)
+        self.buffers = {name: value.to(device) for name, value in saved.buffers.items()}
+        self.history = saved.reprice(self.cost).history
+        self.t = self.stored = len(saved.history)
 
     def _start(self) -> None:
         """Server and clients before round 1."""
@@ -191,12 +226,12 @@ class Engine:
         size, batch = int(self.problem.size[client]), self.settings.batch_size
         return 1 if batch is None else -(-size // batch)
 
-    def rounds(self, store: Path | None = None) -> Iterator[RoundEnd]:
+    def rounds(self) -> Iterator[RoundEnd]:
         """Go on until the last round or the target."""
         while self.t < self.settings.rounds and not self._at_target():
             record = self.step()
-            if store is not None and self.t % self.settings.checkpoint_every == 0:
-                self.write(store)
+            if self.t % self.settings.checkpoint_every == 0:
+                self.write()
             yield RoundEnd(record, self.server, self.clients, self.buffers)
 
     def _at_target(self) -> bool:
@@ -210,14 +245,15 @@ class Engine:
         t = self.t + 1
         settings, problem, algo = self.settings, self.problem, self.algorithm
         who = settings.who(t, problem.n)
-        jobs = [self._job(t, i, i in who.tracked) for i in who.sampled]
+        tracked = set(who.tracked)
+        jobs = [self._job(t, i, i in tracked) for i in who.sampled]
         round = Round(algo, settings.seed, t, algo.broadcast(self.server), self.buffers)
         total: Any = None
         sums = Sums()
         states: dict[int, Any] = {}
         dropped: list[int] = []
         for job, result in zip(jobs, in_order(self.executor.run(round, jobs), who.sampled), strict=True):
-            if not _finite(result):
+            if not finite(result):
                 if settings.on_nonfinite == "error":
                     step = LoopExecutor(problem).first_nonfinite_step(round, job)
                     raise NonFiniteError(job.client, t, step, "update")
@@ -235,7 +271,7 @@ class Engine:
             buffers = sums.mean_buffers(self.buffers)
         evaluation: dict[str, float] = {}
         if t % settings.eval_every == 0 or t == settings.rounds:
-            evaluation = problem.evaluate(server.x, buffers)
+            evaluation = problem.evaluate(server.x, buffers, settings.seed, t)
         work = self._work(t, who, jobs)
         record = Record(
             round=t,
@@ -276,14 +312,17 @@ class Engine:
             "clients": self.problem.n,
             "dtype": str(self.problem.dtype).removeprefix("torch."),
             **self.settings.to_json(),
+            **({} if self.store is None else {"fingerprint": self.problem.fingerprint}),
         }
 
-    def result(self, fingerprint: bool = False) -> Run:
+    def result(self) -> Run:
         """The run so far."""
-        settings = self.identity() | {"rounds": self.settings.rounds, "target": self.settings.target}
-        settings |= {"task": self.task.name, "executor": self.executor.name}
-        if fingerprint:
-            settings["fingerprint"] = self.problem.fingerprint
+        settings = self.identity() | {
+            "rounds": self.settings.rounds,
+            "target": self.settings.target,
+            "task": self.task.name,
+            "executor": self.executor.name,
+        }
         return Run(
             algorithm=self.algorithm,
             server=self.server,
@@ -297,120 +336,39 @@ class Engine:
             goal=str(self.task.goal),
         )
 
-    def write(self, store: Path) -> None:
-        """Write a checkpoint."""
-        write_run(store, "checkpoint", self.result(fingerprint=True))
-
-    def open(self, store: Path, resume: bool) -> None:
-        """Take up the run where a checkpoint left it."""
-        if not has_bundle(store, "checkpoint"):
-            return
-        if not resume:
-            raise CheckpointError(
-                f"{store} already holds a checkpoint; pass resume=True to go on from it, "
-                "or give another folder"
-            )
-        saved = read_run(store, "checkpoint", self.task)
-        wanted = self.identity() | {"fingerprint": self.problem.fingerprint}
-        for key, value in wanted.items():
-            got = saved.settings.get(key)
-            if got != _plain(value):
-                raise CheckpointError(_difference(store, key, got, value))
-        if len(saved.history) > self.settings.rounds:
-            raise CheckpointError(
-                f"{store} is at round {len(saved.history)}, beyond rounds={self.settings.rounds}; "
-                "ask for at least as many rounds, or give another folder"
-            )
-        device = self.problem.device
-        self.server = _to(saved.server, device)
-        states = {i: _to(saved.clients[i], device) for i in saved.clients.participants}
-        self.clients = ClientStates(self.problem.n, _to(saved.clients.initial, device), states)
-        self.buffers = {name: value.to(device) for name, value in saved.buffers.items()}
-        self.history = saved.history
-        self.t = len(saved.history)
-
-
-class Sums:
-    """What is averaged over a round's clients beside the algorithm's own messages."""
-
-    def __init__(self) -> None:
-        self.S: float = 0
-        self.steps: float = 0
-        self.losses: list[Tensor] = []
-        self.buffers: dict[str, Tensor] = {}
-
-    def add(self, weight: float, steps: int, result: Result) -> None:
-        """Add one client; with weight 1 throughout, S is its plain count."""
-        self.S += int(weight) if weight == 1 else weight
-        self.steps += weight * steps
-        self.losses.append(result.loss)
-        for name, value in result.buffers.items():
-            exact = value.double() if value.is_floating_point() else value.long()
-            weighted = exact if weight == 1 else exact * weight
-            self.buffers[name] = weighted + self.buffers[name] if name in self.buffers else weighted
-
-    def mean_loss(self) -> float | None:
-        """Mean over clients of the mean over local steps."""
-        return float(torch.stack(self.losses).double().mean()) if self.losses else None
-
-    def mean_buffers(self, like: Buffers) -> Buffers:
-        """Mean over clients; whole numbers (counts of batches) are rounded."""
-        mean = {name: value / self.S for name, value in self.buffers.items()}
-        return {
-            name: (mean[name] if value.is_floating_point() else mean[name].round()).to(value.dtype)
-            for name, value in like.items()
-        }
-
-
-def in_order(results: Iterator[Result], clients: Sequence[int]) -> Iterator[Result]:
-    """Results in the order of the clients, so that sums do not depend on who was done first."""
-    early: dict[int, Result] = {}
-    position = 0
-    for result in results:
-        early[result.client] = result
-        while position < len(clients) and clients[position] in early:
-            yield early.pop(clients[position])
-            position += 1
-
-
-def _finite(result: Result) -> bool:
-    tensors = (*result.up, *result.state, *result.buffers.values())
-    return all(bool(torch.isfinite(t).all()) for t in tensors)
+    def write(self) -> None:
+        """Write a checkpoint, if there is a folder for it and something new to write."""
+        if self.store is not None and self.stored != self.t:
+            write_checkpoint(self.store, self.result())
+            self.stored = self.t
 
 
 def _draws(schedule: Sequence[tuple[Sequence[int], Sequence[int]]]) -> tuple[Draw, ...]:
+    draws = []
+    for t, entry in enumerate(schedule, start=1):
+        try:
+            sampled, tracked = (tuple(sorted(index(i) for i in ids)) for ids in entry)
+        except (TypeError, ValueError) as error:
+            raise InputError(
+                f"schedule of round {t} is {reprlib.repr(entry)}, "
+                f"not a pair ([sampled ids], [tracked ids]): {error}"
+            ) from None
+        draws.append(Draw(sampled, tracked))
+    return tuple(draws)
+
+
+def _numbers(name: str, values: Any) -> tuple[float, ...]:
     try:
-        return tuple(
-            Draw(tuple(sorted(int(i) for i in sampled)), tuple(sorted(int(i) for i in tracked)))
-            for sampled, tracked in schedule
-        )
-    except (TypeError, ValueError) as error:
+        return tuple(float(value) for value in values)
+    except (TypeError, ValueError):
         raise InputError(
-            f"schedule={schedule!r} is not a list of ([sampled ids], [tracked ids]) pairs: {error}"
+            f"{name}={values!r} is not accepted; it must be 'uniform', 'size' or a number a client"
         ) from None
+
+
+def _says_stop(answer: object) -> bool:
+    return isinstance(answer, (bool, np.bool_)) and bool(answer)
 
 
 def _to(state: Any, device: torch.device) -> Any:
     return type(state)(*(value.to(device) for value in state))
-
-
-def _plain(value: Any) -> Any:
-    """As JSON gives it back."""
-    if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
-    if isinstance(value, np.generic):
-        return value.item()
-    return value
-
-
-def _difference(store: Path, key: str, got: Any, wanted: Any) -> str:
-    if isinstance(wanted, dict):
-        key, got, wanted = next(
-            (f"{key}.{k}", (got or {}).get(k), v)
-            for k, v in wanted.items()
-            if (got or {}).get(k) != _plain(v)
-        )
-    if key.startswith("fingerprint."):
-        part = key.removeprefix("fingerprint.")
-        return f"{store} is a checkpoint of another task: its {part} differs; give another folder"
-    return f"{store} is a checkpoint of another run: {key}={got!r} there, {key}={wanted!r} here"

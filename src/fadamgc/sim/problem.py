@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.func import functional_call, vmap
 
+from fadamgc.errors import InputError
 from fadamgc.flat import Flat
-from fadamgc.sim.sampling import GRADIENT, torch_seed
+from fadamgc.sim.sampling import EVALUATION, GRADIENT, torch_seed
 from fadamgc.task import Task, cast
 
 Buffers: TypeAlias = dict[str, Tensor]
@@ -36,12 +37,20 @@ class Problem:
     def __init__(
         self, task: Task, dtype: torch.dtype | None = None, device: str | torch.device | None = None
     ):
-        module = copy.deepcopy(task.model)
-        parameters = [p for p in module.parameters() if p.is_floating_point()]
+        first = next(p for p in task.model.parameters() if p.requires_grad)
         self.task = task
-        self.dtype = dtype or parameters[0].dtype
-        self.device = torch.device(device) if device is not None else parameters[0].device
-        self.module = module.to(device=self.device, dtype=self.dtype).requires_grad_(False)
+        self.dtype = dtype or first.dtype
+        self.device = first.device
+        module = copy.deepcopy(task.model)
+        if dtype is not None:
+            module = module.to(dtype=dtype)
+        if device is not None:
+            try:
+                self.device = torch.device(device)
+                module = module.to(device=self.device)
+            except (RuntimeError, AssertionError) as error:
+                raise InputError(f"device={device!r} cannot be used here: {error}") from error
+        self.module = module.requires_grad_(False)
         self.flat = Flat.of(task.model)
         self.x0 = self.flat.flatten(self.module)
         self.inputs, self.targets = (
@@ -69,44 +78,66 @@ class Problem:
         return len(self.size)
 
     def _moving_buffers(self) -> set[str]:
-        """Names of the buffers that a forward pass in training mode changes."""
+        """Names of the buffers that a forward pass in training mode changes, and of those beside them.
+
+        Beside: of the same module, as BatchNorm's statistics, which data may leave as they are by chance.
+        """
         before = {name: value.clone() for name, value in self.module.named_buffers()}
         if not before:
             return set()
         after = {name: value.clone() for name, value in before.items()}
         rows = slice(int(self.start[self.size.argmax()]), None)
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            functional_call(self.module, after, (self.inputs[rows][:2],))
-        return {name for name in before if not torch.equal(before[name], after[name])}
+            functional_call(self.module, after, (self.inputs[rows][:2].clone(),))
+        owners = {
+            name.rpartition(".")[0] for name, was in before.items() if not torch.equal(was, after[name])
+        }
+        return {name for name in before if name.rpartition(".")[0] in owners}
 
-    def loss(self, x: Tensor, buffers: Mapping[str, Tensor], inputs: Tensor, targets: Tensor) -> Tensor:
-        """Training loss at x on one batch. CHANGES the buffers in place, as the module would."""
-        return self.task.loss(self._output(x, buffers, inputs), targets)
+    def loss(
+        self,
+        x: Tensor,
+        buffers: Buffers,
+        inputs: Tensor,
+        targets: Tensor,
+        fixed: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
+        """Training loss at x on one batch. CHANGES the buffers, as the module would."""
+        return self.task.loss(self._output(x, buffers, inputs, fixed), targets)
 
     def sample_losses(
-        self, x: Tensor, buffers: Mapping[str, Tensor], inputs: Tensor, targets: Tensor
+        self,
+        x: Tensor,
+        buffers: Buffers,
+        inputs: Tensor,
+        targets: Tensor,
+        fixed: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
-        """Training loss at x of each sample of a batch on its own. CHANGES the buffers in place."""
+        """Training loss at x of each sample of a batch on its own. CHANGES the buffers."""
 
         def alone(output: Tensor, target: Tensor) -> Tensor:
             return self.task.loss(output[None], target[None])
 
-        losses: Tensor = vmap(alone)(self._output(x, buffers, inputs), targets)
+        losses: Tensor = vmap(alone)(self._output(x, buffers, inputs, fixed), targets)
         return losses
 
-    def _output(self, x: Tensor, buffers: Mapping[str, Tensor], inputs: Tensor) -> Tensor:
-        state = {**self.flat.unflatten(x), **buffers, **self.fixed}
+    def _output(
+        self, x: Tensor, buffers: Buffers, inputs: Tensor, fixed: Mapping[str, Tensor] | None
+    ) -> Tensor:
+        state = {**self.flat.unflatten(x), **buffers, **(self.fixed if fixed is None else fixed)}
         output: Tensor = functional_call(self.module, state, (inputs,))
+        for name in buffers:  # what the module assigned instead of changing it in place
+            buffers[name] = state[name]
         return output
 
-    def gradient(
-        self, x: Tensor, buffers: Mapping[str, Tensor], inputs: Tensor, targets: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Gradient and loss at x on one batch. CHANGES the buffers in place."""
+    def gradient(self, x: Tensor, buffers: Buffers, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradient and loss at x on one batch. CHANGES the buffers."""
         with torch.enable_grad():
             x = x.detach().requires_grad_()
             loss = self.loss(x, buffers, inputs, targets)
             (g,) = torch.autograd.grad(loss, x)
+        for name, value in buffers.items():
+            buffers[name] = value.detach()
         return g, loss.detach()
 
     def whole_gradient(
@@ -120,12 +151,12 @@ class Problem:
             for first in range(start, start + size, CHUNK):
                 rows = slice(first, min(first + CHUNK, start + size))
                 scratch = {name: value.clone() for name, value in buffers.items()}
-                g, _ = self.gradient(x, scratch, self.inputs[rows], self.targets[rows])
+                g, _ = self.gradient(x, scratch, self.inputs[rows].clone(), self.targets[rows].clone())
                 total = total + g * ((rows.stop - rows.start) / size)
         return total
 
     @torch.no_grad()
-    def evaluate(self, x: Tensor, buffers: Mapping[str, Tensor]) -> dict[str, float]:
+    def evaluate(self, x: Tensor, buffers: Mapping[str, Tensor], seed: int, t: int) -> dict[str, float]:
         """Loss, accuracy (where that is the metric) and metric on the test data."""
         if self.test is None:
             return {}
@@ -133,7 +164,10 @@ class Problem:
         state = {**self.flat.unflatten(x), **buffers, **self.fixed}
         self.module.eval()
         try:
-            pieces = [functional_call(self.module, state, (chunk,)) for chunk in torch.split(inputs, CHUNK)]
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(torch_seed(seed, EVALUATION, t))
+                chunks = torch.split(inputs, CHUNK)
+                pieces = [functional_call(self.module, state, (chunk.clone(),)) for chunk in chunks]
         finally:
             self.module.train()
         output = torch.cat(pieces)
@@ -145,20 +179,37 @@ class Problem:
             values["test_metric"] = values["test_loss"]
         else:
             assert callable(self.task.metric)
-            values["test_metric"] = float(self.task.metric(output, targets))
+            try:
+                values["test_metric"] = float(self.task.metric(output, targets))
+            except Exception as error:
+                raise InputError(
+                    f"metric={self.task.metric!r} must return a number for outputs of shape "
+                    f"{tuple(output.shape)} and targets of shape {tuple(targets.shape)}: {error}"
+                ) from error
         return values
 
     @cached_property
     def fingerprint(self) -> dict[str, str]:
-        """Digests of the data and of the model, to tell one task from another."""
+        """What tells this task from another: digests of data and model, the loss by a value, the metric."""
         data = [self.inputs, self.targets, torch.from_numpy(self.size), *(self.test or ())]
         model = [self.x0, *self.buffers0.values(), *self.fixed.values()]
         layout = repr((self.flat, list(self.buffers0), list(self.fixed), self.module))
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(0)
+            some = torch.linspace(0, len(self.inputs) - 1, min(64, len(self.inputs))).long()
+            buffers = {name: value.clone() for name, value in self.buffers0.items()}
+            loss = self.loss(self.x0, buffers, self.inputs[some], self.targets[some])
+        metric = self.task.metric
         return {
             "data": _digest(data),
             "model": _digest(model, layout),
-            "loss": getattr(self.task.loss, "__qualname__", type(self.task.loss).__qualname__),
+            "loss": f"{_name(self.task.loss)}, {float(loss):.4g} at the start",
+            "metric": f"{metric if isinstance(metric, str) else _name(metric)}, {self.task.goal}",
         }
+
+
+def _name(function: object) -> str:
+    return str(getattr(function, "__qualname__", type(function).__qualname__))
 
 
 def _digest(tensors: list[Tensor], text: str = "") -> str:

@@ -104,7 +104,7 @@ class ClientStates(Sequence[Any]):
         self._states.update(states)
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Run:
     """A finished simulation.
 
@@ -130,6 +130,12 @@ class Run:
     cost: CostModel
     task: Task | None = None
     goal: str = "max"
+
+    def __repr__(self) -> str:
+        last = next((r.test_metric for r in reversed(self.history) if r.test_metric is not None), None)
+        shown = "" if last is None else f", metric={last:.4g}"
+        name = self.settings.get("algorithm")
+        return f"Run({name!r} on {self.settings.get('task')!r}, rounds={len(self.history)}{shown})"
 
     @property
     def x(self) -> Tensor:
@@ -221,13 +227,23 @@ def write_run(folder: Path, name: str, run: Run, *, states: bool = True) -> None
     write_bundle(folder, name, content, tensors)
 
 
-def read_run(folder: Path, name: str, task: Task | None = None) -> Run:
-    """Read a run, finished or not, from a bundle."""
+def read_run(
+    folder: Path,
+    name: str,
+    task: Task | None = None,
+    algorithm: AnyAlgorithm | None = None,
+    expected: str | None = None,
+) -> Run:
+    """Read a run, finished or not, from a bundle.
+
+    An algorithm of the caller's, known there by the ``expected`` name, stands in for a registered one.
+    """
     body, tensors = read_bundle(folder, name)
     settings = body["settings"]
-    algorithm = None
-    if settings["algorithm"] in algorithms():
-        algorithm = make_algorithm(settings["algorithm"], **settings["hyperparameters"])
+    if algorithm is None or settings["algorithm"] != expected:
+        algorithm = None
+        if settings["algorithm"] in algorithms():
+            algorithm = make_algorithm(settings["algorithm"], **settings["hyperparameters"])
     server: Any = None
     clients = ClientStates(body["n"], None)
     buffers: Buffers = {}

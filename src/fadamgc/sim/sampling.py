@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 # One number for each kind of draw, so that no two kinds share a stream.
-COHORT, BATCHES, FORWARD, GRADIENT = range(4)
+COHORT, BATCHES, FORWARD, GRADIENT, EVALUATION = range(5)
 
 
 def generator(seed: int, stream: int, *address: int) -> np.random.Generator:

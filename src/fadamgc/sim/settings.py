@@ -53,15 +53,15 @@ class Settings:
             raise InputError(
                 f"on_nonfinite={self.on_nonfinite!r} is not accepted; it must be 'error' or 'drop'"
             )
-        if self.target is not None:
-            if not isinstance(self.target, Real) or not math.isfinite(self.target):
-                raise InputError(f"target={self.target!r} is not accepted; it must be a finite number")
-            object.__setattr__(self, "target", float(self.target))
-        if self.dtype is not None and not (
-            isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point
-        ):
+        target: Any = self.target
+        if target is not None:
+            if not isinstance(target, Real) or not math.isfinite(target):
+                raise InputError(f"target={target!r} is not accepted; it must be a finite number")
+            object.__setattr__(self, "target", float(target))
+        dtype: Any = self.dtype
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise InputError(
-                f"dtype={self.dtype!r} is not accepted; it must be a type of floating-point numbers such as "
+                f"dtype={dtype!r} is not accepted; it must be a type of floating-point numbers such as "
                 "torch.float32"
             )
 

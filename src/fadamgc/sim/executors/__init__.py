@@ -50,11 +50,14 @@ def make_executor(choice: ExecutorChoice, problem: Problem) -> Executor:
 
 
 def _auto(problem: Problem) -> Executor:
-    """Small models without convolutions as a block, all others one client at a time."""
-    convolutions = any(isinstance(m, nn.modules.conv._ConvNd) for m in problem.module.modules())
-    if problem.flat.d <= SMALL and not convolutions:
+    """Small models of linear layers as a block, all others one client at a time."""
+    slow = (nn.modules.conv._ConvNd, nn.RNNBase)  # a block of these gains nothing on a CPU
+    if problem.flat.d <= SMALL and not any(isinstance(m, slow) for m in problem.module.modules()):
         try:
-            return VectorizedExecutor(problem)
+            executor = VectorizedExecutor(problem)
         except InputError as error:
             log.info("executor auto: loop (%s)", error)
+        else:
+            if executor.samplewise:  # else blocks are small and their shapes many
+                return executor
     return LoopExecutor(problem)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from fadamgc.errors import ClientError
 from fadamgc.sim.executors.base import Job, Result, Round
 from fadamgc.sim.problem import Problem
 from fadamgc.sim.sampling import FORWARD, torch_seed
@@ -53,7 +54,13 @@ class LoopExecutor:
             for k in range(K):
                 rows = torch.from_numpy(job.batches.rows[k, : job.batches.size[k]] + start)
                 rows = rows.to(problem.device)
-                g, loss = problem.gradient(x, buffers, problem.inputs[rows], problem.targets[rows])
+                try:
+                    g, loss = problem.gradient(x, buffers, problem.inputs[rows], problem.targets[rows])
+                except Exception as error:
+                    raise ClientError(
+                        f"model or loss failed for client {job.client} in round {round.t}, "
+                        f"at local step {k + 1}, on a batch of {len(rows)}: {error}"
+                    ) from error
                 direction, local = algo.direction(down, job.state, local, g)
                 x = x - algo.eta_l * direction
                 loss_sum = loss_sum + loss

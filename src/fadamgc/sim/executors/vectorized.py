@@ -16,17 +16,20 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.func import grad_and_value, vmap
+from torch.func import grad, grad_and_value, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fadamgc.algorithm import Flag, Steps
-from fadamgc.errors import InputError
+from fadamgc.errors import FadamgcError, InputError
 from fadamgc.sim.executors.base import Job, Result, Round
+from fadamgc.sim.executors.loop import LoopExecutor
 from fadamgc.sim.problem import Buffers, Problem
+from fadamgc.task import cast
 
 log = logging.getLogger("fadamgc")
 
 MEMORY = 512 * 2**20  # bytes that the state of one block may take
+GRAPHS = 16  # traced graphs that are kept
 VECTORS = 12  # vectors of the model's size that a client needs while it trains, about
 
 
@@ -59,12 +62,20 @@ class VectorizedExecutor:
             groups = [list(group) for _, group in groupby(keyed, key=_sizes)]
         for group in groups:
             for first in range(0, len(group), self.block):
-                yield from self._run_block(round, group[first : first + self.block])
+                block = group[first : first + self.block]
+                try:
+                    yield from self._run_block(round, block)
+                except FadamgcError:
+                    raise
+                except Exception:
+                    for job in block:  # whose fault it was: replay one by one, which says so
+                        LoopExecutor(self.problem).one(round, job)
+                    raise
 
     def _run_block(self, round: Round, jobs: list[Job]) -> Iterator[Result]:
         algo, down, problem = round.algorithm, round.down, self.problem
         C = len(jobs)
-        rows, weights = _stack_batches(jobs, problem)
+        rows, weights = _stack_batches(jobs, problem, pad=self.samplewise)
         if not self.samplewise:
             weights = None  # the block has the same sizes throughout, and its batches are cut to them
         each = np.array([len(job.batches.size) for job in jobs])
@@ -122,9 +133,11 @@ class VectorizedExecutor:
         """Gradients, losses and buffers of the block; its graph is traced once for each shape."""
         key = (x.shape, inputs.shape, targets.shape, weight is None)
         arguments = (x, buffers, inputs, targets, weight)
-        if key not in self._traced:
-            self._traced[key] = _trace(self._batched(weight), arguments)
-        g, (loss, new_buffers) = self._traced[key](*arguments)
+        traced = self._traced.pop(key, None) or _trace(self._batched(weight), arguments)
+        self._traced[key] = traced  # now the youngest
+        if len(self._traced) > GRAPHS:
+            del self._traced[next(iter(self._traced))]
+        g, (loss, new_buffers) = traced(*arguments)
         return g, loss, new_buffers
 
     def _batched(self, weight: Tensor | None) -> Callable[..., Any]:
@@ -159,24 +172,50 @@ class VectorizedExecutor:
                 "use executor='loop'"
             ) from error
 
-    @torch.no_grad()
     def _is_samplewise(self) -> bool:
-        """Whether the loss of a batch is the mean of the losses of its samples, tried on a few of them."""
-        problem = self.problem
-        total = len(problem.inputs)
-        rows = torch.linspace(0, total - 1, min(8, total)).long().to(problem.device)
-        inputs, targets = problem.inputs[rows], problem.targets[rows]
+        """Whether the loss of a batch is the mean of the losses of its samples, whatever the parameters.
 
-        def loss(some: slice) -> Tensor:
-            buffers = {name: value.clone() for name, value in problem.buffers0.items()}
-            return problem.loss(problem.x0, buffers, inputs[some], targets[some])
+        Tried in float64 away from the initial model (where many losses agree by accident), by gradients,
+        on samples that have all the labels there are. If in doubt the answer is no, which costs speed.
+        """
+        problem = self.problem
+        if problem.buffers0:  # statistics over a batch
+            return False
+        rows = _varied_rows(problem.targets)
+        inputs, targets = (
+            cast(data[rows], torch.float64, problem.device) for data in (problem.inputs, problem.targets)
+        )
+        fixed = {name: cast(value, torch.float64, problem.device) for name, value in problem.fixed.items()}
+        random = torch.Generator().manual_seed(0)
+
+        def gradients(x: Tensor) -> tuple[Tensor, Tensor]:
+            whole = grad(lambda x: problem.loss(x, {}, inputs.clone(), targets, fixed))(x)
+            alone = grad(lambda x: problem.sample_losses(x, {}, inputs.clone(), targets, fixed).mean())(x)
+            return whole, alone
 
         try:
-            whole = loss(slice(None))
-            alone = torch.stack([loss(slice(j, j + 1)) for j in range(len(rows))])
-        except ValueError:  # BatchNorm refuses a batch of one
+            for scale in (0.1, 0.5):
+                noise = torch.randn(problem.flat.d, generator=random, dtype=torch.float64)
+                x = problem.x0.double() + scale * noise.to(problem.device)
+                whole, alone = gradients(x)
+                if not torch.allclose(whole, alone, rtol=1e-6, atol=1e-9 * float(whole.abs().max())):
+                    return False
+        except Exception as error:
+            log.info("executor vectorized: batches are not padded (%s)", error)
             return False
-        return torch.allclose(whole, alone.mean(), rtol=1e-4, atol=1e-6)
+        return True
+
+
+def _varied_rows(targets: Tensor) -> Tensor:
+    """Rows that have among them every label (the extreme ones, if there are very many), and some more."""
+    total = len(targets)
+    rows = set(torch.linspace(0, total - 1, min(16, total)).long().tolist())
+    if not targets.is_floating_point():
+        flat = targets.reshape(total, -1)
+        values = flat.unique()  # type: ignore[no-untyped-call]
+        some = values if len(values) <= 256 else torch.cat([values[:128], values[-128:]])
+        rows |= {int((flat == value).any(dim=1).nonzero()[0]) for value in some}
+    return torch.tensor(sorted(rows), device=targets.device)
 
 
 def _trace(batched: Callable[..., Any], arguments: tuple[Any, ...]) -> Callable[..., Any]:
@@ -201,7 +240,7 @@ def _where(active: Tensor, new: Tensor, old: Tensor) -> Tensor:
     return torch.where(active.view(-1, *[1] * (new.ndim - 1)), new, old)
 
 
-def _stack_batches(jobs: list[Job], problem: Problem) -> tuple[Tensor, Tensor | None]:
+def _stack_batches(jobs: list[Job], problem: Problem, pad: bool) -> tuple[Tensor, Tensor | None]:
     """Rows of the problem's data, (C, K, B), and the weight of each sample in its batch's mean.
 
     The weights are None where every batch of every client is full. Padding has weight 0 and repeats a
@@ -209,6 +248,8 @@ def _stack_batches(jobs: list[Job], problem: Problem) -> tuple[Tensor, Tensor | 
     """
     K = max(len(job.batches.size) for job in jobs)
     B = max(job.batches.rows.shape[1] for job in jobs)
+    if pad and any((job.batches.size != B).any() for job in jobs):
+        B = 1 << (B - 1).bit_length()  # few different shapes, however the sizes vary
     rows = np.empty((len(jobs), K, B), dtype=np.int64)
     size = np.full((len(jobs), K), B, dtype=np.int64)
     for c, job in enumerate(jobs):

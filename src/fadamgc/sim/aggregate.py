@@ -1,0 +1,60 @@
+"""What is added over the clients of a round, in an order that does not depend on who was done first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from fadamgc.sim.executors import Result
+from fadamgc.sim.problem import Buffers
+
+
+class Sums:
+    """What is averaged over a round's clients beside the algorithm's own messages."""
+
+    def __init__(self) -> None:
+        self.S: float = 0
+        self.steps: float = 0
+        self.losses: list[Tensor] = []
+        self.buffers: dict[str, Tensor] = {}
+
+    def add(self, weight: float, steps: int, result: Result) -> None:
+        """Add one client; with weight 1 throughout, S is its plain count."""
+        self.S += int(weight) if weight == 1 else weight
+        self.steps += weight * steps
+        self.losses.append(result.loss)
+        for name, value in result.buffers.items():
+            exact = value.double() if value.is_floating_point() else value.long()
+            weighted = exact if weight == 1 else exact * weight
+            self.buffers[name] = weighted + self.buffers[name] if name in self.buffers else weighted
+
+    def mean_loss(self) -> float | None:
+        """Mean over clients of the mean over local steps."""
+        return float(torch.stack(self.losses).double().mean()) if self.losses else None
+
+    def mean_buffers(self, like: Buffers) -> Buffers:
+        """Mean over clients; whole numbers (counts of batches) are rounded."""
+        mean = {name: value / self.S for name, value in self.buffers.items()}
+        return {
+            name: (mean[name] if value.is_floating_point() else mean[name].round()).to(value.dtype)
+            for name, value in like.items()
+        }
+
+
+def in_order(results: Iterator[Result], clients: Sequence[int]) -> Iterator[Result]:
+    """Results in the order of the clients, so that sums do not depend on who was done first."""
+    early: dict[int, Result] = {}
+    position = 0
+    for result in results:
+        early[result.client] = result
+        while position < len(clients) and clients[position] in early:
+            yield early.pop(clients[position])
+            position += 1
+
+
+def finite(result: Result) -> bool:
+    """Whether all that a client keeps and sends is finite."""
+    tensors = (*result.up, *result.state, *result.buffers.values())
+    return all(bool(torch.isfinite(t).all()) for t in tensors)
