@@ -19,10 +19,11 @@ from fadamgc.data import digits
 from fadamgc.errors import FadamgcError
 from fadamgc.experiments import build, pool
 from fadamgc.experiments.build import build_task, label_counts
+from fadamgc.experiments.reading import load_spec, parse_spec, preset, presets
 from fadamgc.experiments.report import markdown, summarise, write_report
 from fadamgc.experiments.results import Spread, cells, header, read_results
 from fadamgc.experiments.runner import FILES, plan, prepare, run_spec
-from fadamgc.experiments.spec import Spec, load_spec, parse_spec, preset, presets
+from fadamgc.experiments.spec import Spec
 from fadamgc.experiments.tune import Point, choose, tune, tune_jobs
 from fadamgc.models import mlp
 

@@ -130,9 +130,9 @@ def compare(
     - `fadamgc compare --methods fadamgc,local_adam --rounds 30 --out out/two`
     - `fadamgc compare --tune --out out/tuned`
     """
-    from fadamgc.experiments import spec as specs
+    from fadamgc.experiments.reading import preset as preset_named
 
-    chosen = _adjusted(specs.preset(preset), seed, seeds, rounds, methods)
+    chosen = _adjusted(preset_named(preset), seed, seeds, rounds, methods)
     _experiment(chosen, out, tune, workers, quiet, resume, overwrite)
 
 
@@ -163,7 +163,7 @@ def run(
     - `fadamgc run spec.toml`
     - `fadamgc run spec.toml --seed 10 --seeds 2 --out out/again`
     """
-    from fadamgc.experiments.spec import load_spec
+    from fadamgc.experiments.reading import load_spec
 
     chosen = _adjusted(load_spec(spec), seed, seeds, rounds, methods)
     folder = out or Path("out") / Path(chosen.name).name
@@ -176,7 +176,8 @@ def list_() -> None:
     from rich.table import Table
 
     from fadamgc.algorithms import algorithm_class, algorithms
-    from fadamgc.experiments.spec import TASKS, DigitsTask, preset, presets
+    from fadamgc.experiments.reading import preset, presets
+    from fadamgc.experiments.spec import TASKS, DigitsTask
     from fadamgc.sim.cost import traffic
     from fadamgc.sim.executors import EXECUTORS
 
@@ -282,7 +283,7 @@ def partition(
 
     from fadamgc.data.picture import save_label_picture
     from fadamgc.experiments.build import label_counts
-    from fadamgc.experiments.spec import task_spec
+    from fadamgc.experiments.reading import task_spec
 
     task = task_spec(
         data=data,

@@ -15,7 +15,8 @@ from rich.progress import Progress as Bars
 from fadamgc.errors import FadamgcError, InputError
 from fadamgc.experiments.build import label_counts
 from fadamgc.experiments.pool import Finished, Job, Outcome, Progress, run_jobs
-from fadamgc.experiments.spec import Spec, load_spec
+from fadamgc.experiments.reading import load_spec
+from fadamgc.experiments.spec import Spec
 from fadamgc.files import write_atomic
 
 SPEC = "spec.toml"

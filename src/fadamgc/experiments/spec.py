@@ -9,21 +9,17 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import re
-import tomllib
-from collections.abc import Callable, Iterable, Mapping
-from importlib import resources
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic import model_validator as after_all
 
 from fadamgc.algorithm import AnyAlgorithm
-from fadamgc.algorithms import algorithm_class, make_algorithm
+from fadamgc.algorithms import make_algorithm
 from fadamgc.errors import InputError, nearest
+from fadamgc.experiments.toml import toml_table, toml_value
 from fadamgc.sim.cost import CostModel
 from fadamgc.sim.executors import EXECUTORS
 
@@ -282,7 +278,9 @@ class Spec(Section):
         """The spec with some values of one section replaced, checked again."""
         old = getattr(self, section).model_dump(exclude_none=True)
         table = old | {key: value for key, value in values.items() if value is not None}
-        return Spec(**{**dict(self), section: _section(type(getattr(self, section)), table, f"[{section}]")})
+        return Spec(
+            **{**dict(self), section: make_section(type(getattr(self, section)), table, f"[{section}]")}
+        )
 
     def only(self, names: Iterable[str]) -> Spec:
         """The spec with some of its methods, named by label or algorithm."""
@@ -300,147 +298,34 @@ class Spec(Section):
     def to_toml(self) -> str:
         """The spec as a file that ``load_spec`` reads back."""
         top = {"name": self.name, "title": self.title}
-        parts = [_table("", top)]
+        parts = [toml_table("", top)]
         parts += [
-            _table(f"[{name}]", getattr(self, name).model_dump())
+            toml_table(f"[{name}]", getattr(self, name).model_dump())
             for name in ("task", "run", "cost", "tune")
             if getattr(self, name) is not None
         ]
         for method in self.methods:
             plain = method.model_dump(exclude={"hyperparameters"})
-            parts.append(_table("[[method]]", plain | method.hyperparameters))
+            parts.append(toml_table("[[method]]", plain | method.hyperparameters))
         return "\n".join(parts)
 
 
-def load_spec(path: str | Path) -> Spec:
-    """Read a spec from a TOML file; whatever is wrong in it is one InputError, a line for each."""
-    path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise InputError(f"{path} does not exist; give the path of a spec in TOML") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    return parse_spec(text, str(path))
+# Sections from tables, with errors in our words.
 
-
-def parse_spec(text: str, source: str) -> Spec:
-    """A spec from the text of a TOML file; messages name the source."""
-    try:
-        tables = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise InputError(f"{source}: not TOML: {error}") from None
-    try:
-        return _spec(_frozen(tables))
-    except InputError as error:
-        lines = str(error).splitlines()
-        raise InputError("\n".join(f"{source}: {line}" for line in lines)) from None
-
-
-def task_spec(**table: Any) -> TaskSpec:
-    """A [task] section on its own; None stands for a key that is not given."""
-    return _task({key: _frozen(value) for key, value in table.items() if value is not None})
-
-
-def presets() -> tuple[str, ...]:
-    """Names of the experiments that come with the package."""
-    folder = resources.files("fadamgc.experiments") / "presets"
-    return tuple(sorted(f.name.removesuffix(".toml") for f in folder.iterdir() if f.name.endswith(".toml")))
-
-
-def preset(name: str) -> Spec:
-    """An experiment that comes with the package."""
-    if name not in presets():
-        raise InputError(
-            f"preset {name!r} is not known{nearest(name, presets())}; known are {', '.join(presets())}"
-        )
-    file = resources.files("fadamgc.experiments") / "presets" / f"{name}.toml"
-    return parse_spec(file.read_text(encoding="utf-8"), f"preset {name}")
-
-
-# From tables to sections.
-
-T = TypeVar("T")
 S = TypeVar("S", bound=Section)
 
-SECTIONS = ("task", "run", "cost", "tune", "method")
 
-
-def _spec(tables: dict[str, Any]) -> Spec:
-    problems: list[str] = []
-
-    def attempt(make: Callable[[], T]) -> T | None:
-        try:
-            return make()
-        except InputError as error:
-            problems.append(str(error))
-            return None
-
-    for key in tables:
-        if key not in ("name", "title", *SECTIONS):
-            hint = nearest(key, ("name", "title", *SECTIONS))
-            problems.append(f"there is no key or section {key!r}{hint}")
-    for key in ("task", "run", "cost", "tune"):
-        if not isinstance(tables.get(key, {}), dict):
-            raise InputError(f"{key} must be a table, [{key}]")
-    given = tables.get("method", ())
-    if not isinstance(given, tuple) or not all(isinstance(m, dict) for m in given):
-        raise InputError("method must be a list of tables; write each as [[method]]")
-    parts: dict[str, Any] = {key: tables[key] for key in ("name", "title") if key in tables}
-    problems += [f"there is no section [{key}]" for key in ("task", "run") if key not in tables]
-    if "task" in tables:
-        parts["task"] = attempt(lambda: _task(tables["task"]))
-    classes: dict[str, type[Section]] = {"run": RunSpec, "cost": CostSpec, "tune": TuneSpec}
-    for key, cls in classes.items():
-        if key in tables:
-            parts[key] = attempt(lambda cls=cls, key=key: _section(cls, tables[key], f"[{key}]"))  # type: ignore[misc]
-    methods = [attempt(lambda i=i, m=m: _method(m, i)) for i, m in enumerate(given, start=1)]  # type: ignore[misc]
-    if problems:
-        raise InputError("\n".join(problems))
-    return _validated(Spec, parts | {"methods": tuple(methods)}, "")
-
-
-def _task(table: dict[str, Any]) -> TaskSpec:
-    if "data" not in table:
-        raise InputError(f"[task] needs the key 'data', one of {', '.join(map(repr, TASKS))}")
-    data = table["data"]
-    if data not in TASKS:
-        hint = nearest(str(data), TASKS)
-        raise InputError(
-            f"[task] data={data!r} is not accepted; it must be one of {', '.join(map(repr, TASKS))}{hint}"
-        )
-    return _section(TASKS[data], table, f"[task] with data='{data}'")
-
-
-def _method(table: dict[str, Any], number: int) -> MethodSpec:
-    place = f"[[method]] {number}"
-    if "algorithm" not in table:
-        raise InputError(f"{place} needs the key 'algorithm'")
-    name = str(table["algorithm"])
-    own = ("algorithm", "label", "tracked")
-    try:
-        cls = algorithm_class(name)
-        known = [*own, *(field.name for field in dataclasses.fields(cls))]
-        for key in table:
-            if key not in known:
-                raise InputError(f"{name} has no key {key!r}{nearest(key, known)}; it has {', '.join(known)}")
-        hyperparameters = {key: value for key, value in table.items() if key not in own}
-        make_algorithm(name, **hyperparameters)
-    except InputError as error:
-        raise InputError(f"{place}: {error}") from None
-    plain = {"label": cls.title} | {key: table[key] for key in own if key in table}
-    return _section(MethodSpec, plain | {"hyperparameters": hyperparameters}, place)
-
-
-def _section(cls: type[S], table: dict[str, Any], place: str) -> S:
+def make_section(cls: type[S], table: dict[str, Any], place: str) -> S:
+    """A section from its table; the place is what errors call it."""
     for key in table:
         if key not in cls.model_fields:
             hint = nearest(key, cls.model_fields) or f"; it has {', '.join(cls.model_fields)}"
             raise InputError(f"{place} has no key {key!r}{hint}")
-    return _validated(cls, table, place)
+    return validated(cls, table, place)
 
 
-def _validated(cls: type[S], table: Mapping[str, Any], place: str) -> S:
+def validated(cls: type[S], table: Mapping[str, Any], place: str) -> S:
+    """A section from a table whose keys are known."""
     try:
         return cls(**table)
     except ValidationError as error:
@@ -462,31 +347,4 @@ def _sentence(problem: Mapping[str, Any]) -> str:
     what = what.replace("Input should be", "it must be").replace("a valid integer", "a whole number")
     what = what.replace("a valid ", "a ").replace("Tuple should have at least 1 item", "it must not be empty")
     what = re.sub(r" after validation.*", "", what)
-    return f"{where}={_value(problem['input'])} is not accepted; {what}"
-
-
-def _frozen(value: Any) -> Any:
-    """Lists as tuples, all the way down."""
-    if isinstance(value, dict):
-        return {key: _frozen(item) for key, item in value.items()}
-    return tuple(map(_frozen, value)) if isinstance(value, list) else value
-
-
-# From sections to TOML.
-
-
-def _table(header: str, values: Mapping[str, Any]) -> str:
-    lines = [header] if header else []
-    lines += [f"{key} = {_value(value)}" for key, value in values.items() if value is not None]
-    return "\n".join(lines) + "\n"
-
-
-def _value(value: Any) -> str:
-    """A value as TOML writes it."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, (tuple, list)):
-        return f"[{', '.join(map(_value, value))}]"
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    return repr(value)
+    return f"{where}={toml_value(problem['input'])} is not accepted; {what}"

@@ -1,0 +1,151 @@
+"""Specs from TOML, with errors that name the place, the key, the value and the nearest known key."""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from collections.abc import Callable
+from importlib import resources
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fadamgc.algorithms import algorithm_class, make_algorithm
+from fadamgc.errors import InputError, nearest
+from fadamgc.experiments.spec import (
+    TASKS,
+    CostSpec,
+    MethodSpec,
+    RunSpec,
+    Section,
+    Spec,
+    TaskSpec,
+    TuneSpec,
+    make_section,
+    validated,
+)
+
+
+def load_spec(path: str | Path) -> Spec:
+    """Read a spec from a TOML file; whatever is wrong in it is one InputError, a line for each."""
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise InputError(f"{path} does not exist; give the path of a spec in TOML") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    return parse_spec(text, str(path))
+
+
+def parse_spec(text: str, source: str) -> Spec:
+    """A spec from the text of a TOML file; messages name the source."""
+    try:
+        tables = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise InputError(f"{source}: not TOML: {error}") from None
+    try:
+        return _spec(_frozen(tables))
+    except InputError as error:
+        lines = str(error).splitlines()
+        raise InputError("\n".join(f"{source}: {line}" for line in lines)) from None
+
+
+def task_spec(**table: Any) -> TaskSpec:
+    """A [task] section on its own; None stands for a key that is not given."""
+    return _task({key: _frozen(value) for key, value in table.items() if value is not None})
+
+
+def presets() -> tuple[str, ...]:
+    """Names of the experiments that come with the package."""
+    folder = resources.files("fadamgc.experiments") / "presets"
+    return tuple(sorted(f.name.removesuffix(".toml") for f in folder.iterdir() if f.name.endswith(".toml")))
+
+
+def preset(name: str) -> Spec:
+    """An experiment that comes with the package."""
+    if name not in presets():
+        raise InputError(
+            f"preset {name!r} is not known{nearest(name, presets())}; known are {', '.join(presets())}"
+        )
+    file = resources.files("fadamgc.experiments") / "presets" / f"{name}.toml"
+    return parse_spec(file.read_text(encoding="utf-8"), f"preset {name}")
+
+
+# From tables to sections.
+
+T = TypeVar("T")
+
+SECTIONS = ("task", "run", "cost", "tune", "method")
+
+
+def _spec(tables: dict[str, Any]) -> Spec:
+    problems: list[str] = []
+
+    def attempt(make: Callable[[], T]) -> T | None:
+        try:
+            return make()
+        except InputError as error:
+            problems.append(str(error))
+            return None
+
+    for key in tables:
+        if key not in ("name", "title", *SECTIONS):
+            hint = nearest(key, ("name", "title", *SECTIONS))
+            problems.append(f"there is no key or section {key!r}{hint}")
+    for key in ("task", "run", "cost", "tune"):
+        if not isinstance(tables.get(key, {}), dict):
+            raise InputError(f"{key} must be a table, [{key}]")
+    given = tables.get("method", ())
+    if not isinstance(given, tuple) or not all(isinstance(m, dict) for m in given):
+        raise InputError("method must be a list of tables; write each as [[method]]")
+    parts: dict[str, Any] = {key: tables[key] for key in ("name", "title") if key in tables}
+    problems += [f"there is no section [{key}]" for key in ("task", "run") if key not in tables]
+    if "task" in tables:
+        parts["task"] = attempt(lambda: _task(tables["task"]))
+    classes: dict[str, type[Section]] = {"run": RunSpec, "cost": CostSpec, "tune": TuneSpec}
+    for key, cls in classes.items():
+        if key in tables:
+            parts[key] = attempt(lambda cls=cls, key=key: make_section(cls, tables[key], f"[{key}]"))  # type: ignore[misc]
+    methods = [attempt(lambda i=i, m=m: _method(m, i)) for i, m in enumerate(given, start=1)]  # type: ignore[misc]
+    if problems:
+        raise InputError("\n".join(problems))
+    return validated(Spec, parts | {"methods": tuple(methods)}, "")
+
+
+def _task(table: dict[str, Any]) -> TaskSpec:
+    if "data" not in table:
+        raise InputError(f"[task] needs the key 'data', one of {', '.join(map(repr, TASKS))}")
+    data = table["data"]
+    if data not in TASKS:
+        hint = nearest(str(data), TASKS)
+        raise InputError(
+            f"[task] data={data!r} is not accepted; it must be one of {', '.join(map(repr, TASKS))}{hint}"
+        )
+    return make_section(TASKS[data], table, f"[task] with data='{data}'")
+
+
+def _method(table: dict[str, Any], number: int) -> MethodSpec:
+    place = f"[[method]] {number}"
+    if "algorithm" not in table:
+        raise InputError(f"{place} needs the key 'algorithm'")
+    name = str(table["algorithm"])
+    own = ("algorithm", "label", "tracked")
+    try:
+        cls = algorithm_class(name)
+        known = [*own, *(field.name for field in dataclasses.fields(cls))]
+        for key in table:
+            if key not in known:
+                raise InputError(f"{name} has no key {key!r}{nearest(key, known)}; it has {', '.join(known)}")
+        hyperparameters = {key: value for key, value in table.items() if key not in own}
+        make_algorithm(name, **hyperparameters)
+    except InputError as error:
+        raise InputError(f"{place}: {error}") from None
+    plain = {"label": cls.title} | {key: table[key] for key in own if key in table}
+    return make_section(MethodSpec, plain | {"hyperparameters": hyperparameters}, place)
+
+
+def _frozen(value: Any) -> Any:
+    """Lists as tuples, all the way down."""
+    if isinstance(value, dict):
+        return {key: _frozen(item) for key, item in value.items()}
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
