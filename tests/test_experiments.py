@@ -23,7 +23,7 @@ from fadamgc.experiments.reading import load_spec, parse_spec, preset, presets
 from fadamgc.experiments.report import markdown, summarise, write_report
 from fadamgc.experiments.results import Spread, cells, header, read_results
 from fadamgc.experiments.runner import FILES, plan, prepare, run_spec
-from fadamgc.experiments.spec import Spec
+from fadamgc.experiments.spec import TASKS, CostSpec, MethodSpec, RunSpec, Spec, TuneSpec
 from fadamgc.experiments.tune import Point, choose, tune, tune_jobs
 from fadamgc.models import mlp
 
@@ -594,3 +594,16 @@ def test_every_method_has_the_same_grid(tmp_path):
     }
     assert points["LocalAdam"] == points["FAdamGC (all tracked)"] == [(1e-9, 7, 2), (0.01, 7, 2)]
     assert all(job.validation == 0.25 and job.run.stop_at_target for job in jobs)
+
+
+# The page that documents the spec.
+
+
+def test_the_docs_name_every_key_and_their_example_is_a_spec():
+    page = (Path(__file__).parent.parent / "docs" / "specs.md").read_text()
+    example = re.search(r"```toml\n(.*?)```", page, re.DOTALL)
+    assert example
+    assert parse_spec(example.group(1), "docs").name == "my-experiment"
+    for cls in (*TASKS.values(), RunSpec, CostSpec, TuneSpec, MethodSpec):
+        for key in set(cls.model_fields) - {"hyperparameters"}:
+            assert f"`{key}`" in page, f"{cls.__name__}.{key}"
