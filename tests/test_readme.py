@@ -7,12 +7,16 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
 
 import fadamgc
 from fadamgc.algorithm import example
 from fadamgc.algorithms import algorithm_class
+from fadamgc.experiments.reading import preset
+from fadamgc.experiments.report import markdown
+from fadamgc.experiments.results import read_results
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -85,7 +89,20 @@ def test_versions_agree():
 
 
 def test_the_results_are_those_of_the_saved_runs():
-    """The README's table and picture are files that ``fadamgc compare`` wrote."""
-    saved = (ROOT / "results" / "digits" / "results.md").read_text()
-    assert saved.strip() in section("results")
-    assert "results/digits/" in section("results")
+    """The README's table is what ``fadamgc report results/digits`` makes of the records in that folder."""
+    folder = ROOT / "results" / "digits"
+    made = markdown(read_results(folder))
+    assert made == (folder / "results.md").read_text()
+    assert made.strip() in section("results")
+
+
+def test_the_preset_has_the_step_sizes_that_tuning_chose():
+    tuning = pd.read_csv(ROOT / "results" / "digits" / "tuning.csv")
+    chosen = tuning[tuning["chosen"]].set_index("method")
+    spec = preset("digits")
+    assert len(chosen) == len(spec.methods) == 7
+    assert spec.tune is not None
+    assert len(tuning) == 7 * len(spec.tune.eta_l) * len(spec.tune.eta_g)
+    for method in spec.methods:
+        assert method.hyperparameters["eta_l"] == chosen.loc[method.label, "eta_l"]
+        assert method.hyperparameters["eta_g"] == chosen.loc[method.label, "eta_g"]

@@ -55,15 +55,16 @@ def make_folder(folder: Path) -> None:
 def write_bundle(folder: Path, name: str, content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Write ``name.json`` and its tensors into a folder, replacing what was there."""
     make_folder(folder)
-    data = save({key: value.detach().cpu().contiguous().clone() for key, value in tensors.items()})
-    digest = hashlib.sha256(data).hexdigest()
-    tensor_file = folder / f"{name}-{digest[:16]}.safetensors"
-    write_atomic(tensor_file, data)
-    body = {"format": FORMAT, "tensors": tensor_file.name, "tensors_sha256": digest, **content}
-    text = json.dumps({"sha256": _digest(body), **body}, indent=1)
-    write_atomic(folder / f"{name}.json", text.encode())
+    file, digest = None, None
+    if tensors:
+        data = save({key: value.detach().cpu().contiguous().clone() for key, value in tensors.items()})
+        digest = hashlib.sha256(data).hexdigest()
+        file = f"{name}-{digest[:16]}.safetensors"
+        write_atomic(folder / file, data)
+    body = {"format": FORMAT, "tensors": file, "tensors_sha256": digest, **content}
+    write_atomic(folder / f"{name}.json", _lines({"sha256": _digest(body), **body}).encode())
     for other in folder.glob(f"{name}-*.safetensors"):
-        if other != tensor_file:
+        if other.name != file:
             other.unlink(missing_ok=True)
     for leftover in folder.glob(f".{name}*.tmp"):  # of a process that was killed
         leftover.unlink(missing_ok=True)
@@ -95,6 +96,8 @@ def read_bundle(folder: Path, name: str) -> tuple[dict[str, Any], dict[str, Tens
         raise CheckpointError(
             f"{path} was altered after it was written: its content does not match its sha256"
         )
+    if body["tensors"] is None:
+        return body, {}
     tensor_path = folder / body["tensors"]
     try:
         data = tensor_path.read_bytes()
@@ -109,6 +112,18 @@ def read_bundle(folder: Path, name: str) -> tuple[dict[str, Any], dict[str, Tens
         return body, load(data)
     except SafetensorError as error:
         raise CheckpointError(f"{tensor_path} is not a safetensors file: {error}") from error
+
+
+def _lines(body: Mapping[str, Any]) -> str:
+    """JSON with a line for each key, and for each item of a list of objects: easy to read and to compare."""
+    parts = []
+    for key, value in body.items():
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            text = "[\n" + ",\n".join(json.dumps(item) for item in value) + "\n]"
+        else:
+            text = json.dumps(value)
+        parts.append(f"{json.dumps(key)}: {text}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
 def _digest(body: Mapping[str, Any]) -> str:
