@@ -103,6 +103,27 @@ def test_buffers_resume(tmp_path):
         assert torch.equal(resumed.buffers[name], value)
 
 
+def test_a_task_is_the_same_in_every_process():
+    """Nothing in its fingerprint depends on the order of a set, which differs from process to process."""
+    code = (
+        "from problems import class_task, mlp; from torch import nn\n"
+        "from fadamgc.sim.problem import Problem\n"
+        "print(Problem(class_task(model=mlp(0, nn.BatchNorm1d(8)), sizes=(4, 8))).fingerprint)"
+    )
+    seen = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=HERE,
+            env=os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": str(HERE)},
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+        for seed in ("1", "2", "3")
+    }
+    assert len(seen) == 1
+
+
 def test_checkpoint_every(tmp_path):
     def rounds_saved(end):
         file = tmp_path / "c" / "checkpoint.json"

@@ -209,6 +209,9 @@ def test_a_failure_on_one_clients_data_names_it(executor):
     task = class_task(sizes=(4, 4, 1, 4), model=mlp(0, nn.BatchNorm1d(8)))
     with pytest.raises(fadamgc.FadamgcError, match="client 2 in round 1, at local step 1, on a batch of 1"):
         fadamgc.simulate(fadamgc.FedAvg(), task, rounds=1, local_steps=2, executor=executor)
+    for algo in (fadamgc.Scaffold(option="I"), fadamgc.Scaffold(init="gradient")):
+        with pytest.raises(fadamgc.FadamgcError, match="client 2, round ., on its whole data: Expected"):
+            fadamgc.simulate(algo, task, rounds=1, local_steps=2, executor=executor)
     words = [(torch.tensor([[0, 1]]), torch.tensor([0])), (torch.tensor([[9, 1]]), torch.tensor([0]))]
     model = nn.Sequential(nn.Embedding(5, 2), nn.Flatten(), nn.Linear(4, 2))
     with pytest.raises(fadamgc.FadamgcError, match="client 1 in round 1, at local step 1"):

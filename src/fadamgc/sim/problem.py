@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call, vmap
 
-from fadamgc.errors import InputError
+from fadamgc.errors import ClientError, InputError
 from fadamgc.flat import Flat
 from fadamgc.sim.sampling import EVALUATION, GRADIENT, torch_seed
 from fadamgc.task import Task, cast
@@ -65,7 +65,9 @@ class Problem:
         self.module.train()
         moving = self._moving_buffers()
         everything = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
-        self.buffers0: Buffers = {name: everything[name].detach().clone() for name in moving}
+        self.buffers0: Buffers = {
+            name: value.detach().clone() for name, value in everything.items() if name in moving
+        }
         self.fixed: Buffers = {
             name: value.detach()
             for name, value in everything.items()
@@ -151,8 +153,14 @@ class Problem:
             for first in range(start, start + size, CHUNK):
                 rows = slice(first, min(first + CHUNK, start + size))
                 scratch = {name: value.clone() for name, value in buffers.items()}
-                g, _ = self.gradient(x, scratch, self.inputs[rows].clone(), self.targets[rows].clone())
-                total = total + g * ((rows.stop - rows.start) / size)
+                inputs, targets = self.inputs[rows].clone(), self.targets[rows].clone()
+                try:
+                    g, _ = self.gradient(x, scratch, inputs, targets)
+                except Exception as error:
+                    raise ClientError(
+                        f"model or loss failed for client {client}, round {t}, on its whole data: {error}"
+                    ) from error
+                total = total + g * (len(inputs) / size)
         return total
 
     @torch.no_grad()
