@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
 import math
 import re
@@ -594,6 +595,48 @@ def test_every_method_has_the_same_grid(tmp_path):
     }
     assert points["LocalAdam"] == points["FAdamGC (all tracked)"] == [(1e-9, 7, 2), (0.01, 7, 2)]
     assert all(job.validation == 0.25 and job.run.stop_at_target for job in jobs)
+
+
+# A run that is stopped in the middle.
+
+
+def test_a_stopped_run_goes_on_where_it_was(tmp_path):
+    spec = spec_of(TINY.replace("rounds = 3", "rounds = 60", 1))
+    job = plan(spec, tmp_path)[-1]
+    whole = job.simulate()
+
+    def stop_after(rounds: int):
+        done = 0
+
+        def on_round() -> bool:
+            nonlocal done
+            done += 1
+            return done == rounds
+
+        return on_round
+
+    with pytest.raises(pool.Stopped):
+        pool.execute(job, stop_after(33))
+    assert not job.saved()
+    counted: list[int] = []
+    outcome = pool.execute(job, lambda: bool(counted.append(1)))
+    assert outcome.rounds == 60
+    assert len(counted) == 60 - 25
+    run = job.saved()
+    assert run is not None
+    assert run.history == whole.history
+    assert [p.name for p in job.folder.iterdir()] == ["run.json"]
+
+
+def test_a_checkpoint_of_other_settings_is_not_gone_on_from(tmp_path):
+    spec = spec_of(TINY.replace("rounds = 3", "rounds = 30", 1))
+    job = plan(spec, tmp_path)[-1]
+    with pytest.raises(pool.Stopped):
+        pool.execute(job, iter([False] * 26 + [True]).__next__)
+    other = dataclasses.replace(job, algorithm=dataclasses.replace(job.algorithm, beta1=0.5))
+    counted: list[int] = []
+    pool.execute(other, lambda: bool(counted.append(1)))
+    assert len(counted) == 30
 
 
 # The page that documents the spec.

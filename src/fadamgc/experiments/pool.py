@@ -7,6 +7,7 @@ not depend on how many there are.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,8 @@ from fadamgc.experiments.spec import CostSpec, MethodSpec, RunSpec, Spec, TaskSp
 from fadamgc.files import has_bundle
 from fadamgc.sim.engine import RoundEnd, simulate
 from fadamgc.sim.run import Run, load_run
+
+CHECKPOINT_EVERY = 25  # rounds that an interrupted run loses at the most
 
 
 @dataclass(frozen=True)
@@ -81,8 +84,10 @@ class Job:
         dry = replace(self, run=run.model_copy(update={"rounds": 0, "executor": executor}))
         dry.simulate()
 
-    def simulate(self, callback: Callable[[RoundEnd], object] | None = None) -> Run:
-        """Run it."""
+    def simulate(
+        self, callback: Callable[[RoundEnd], object] | None = None, checkpoint: Path | None = None
+    ) -> Run:
+        """Run it, going on from a checkpoint if there is one."""
         run = self.run
         result = simulate(
             self.algorithm,
@@ -103,6 +108,9 @@ class Job:
             executor=run.executor,
             progress=False,
             callbacks=() if callback is None else (callback,),
+            checkpoint=checkpoint,
+            checkpoint_every=CHECKPOINT_EVERY,
+            resume=checkpoint is not None,
         )
         return replace(result, settings=result.settings | {"job": self.identity()})
 
@@ -140,11 +148,17 @@ def execute(job: Job, on_round: Callable[[], bool]) -> Outcome:
         if on_round():
             raise Stopped
 
+    checkpoint = job.folder / "checkpoint"
     try:
-        run = job.simulate(callback=callback)
+        try:
+            run = job.simulate(callback, checkpoint)
+        except CheckpointError:
+            shutil.rmtree(checkpoint, ignore_errors=True)  # of other settings, or damaged
+            run = job.simulate(callback, checkpoint)
     except NonFiniteError as error:
         return Outcome(error.round, None, str(error))
     run.save(job.folder, states=False)
+    shutil.rmtree(checkpoint, ignore_errors=True)
     return Outcome(len(run.history), run.history[-1].test_metric)
 
 
