@@ -269,3 +269,64 @@ def test_an_interrupt_keeps_what_is_finished_and_says_how_to_go_on(spec, tmp_pat
     )
     assert said
     assert len(list(tmp_path.glob("out/runs/*/run.json"))) >= int(said[1]) >= 3
+
+
+# What a mistake must not cost.
+
+
+def test_a_refused_command_overwrites_nothing(done, spec, tmp_path):
+    before = {path: path.read_bytes() for path in done.rglob("*") if path.is_file()}
+    plain = tmp_path / "plain.toml"
+    plain.write_text(TINY.split("[tune]")[0] + "[[method]]" + TINY.split("[[method]]", 1)[1])
+    for arguments in ((spec, "--workers", 0), (spec, "--workers", 0, "--tune"), (plain, "--tune")):
+        result = fadamgc("run", *arguments, "--out", done, "--overwrite")
+        assert result.exit_code == 2
+        assert "workers=0" in result.stderr or "no [tune] section" in result.stderr
+    result = fadamgc("run", spec, "--out", done, "--resume", "--rounds", 1)
+    assert result.exit_code == 2
+    assert "[run] rounds=2 there, 1 here" in result.stderr
+    assert {path: path.read_bytes() for path in done.rglob("*") if path.is_file()} == before
+
+
+def test_if_all_runs_diverge_the_reason_is_said(tmp_path):
+    path = tmp_path / "spec.toml"
+    path.write_text(TINY.split("[[method]]")[0] + '[[method]]\nalgorithm = "fedavg"\neta_l = 1e30\n')
+    result = fadamgc("run", path, "--out", tmp_path / "out", "--workers", 1, "--quiet")
+    assert result.exit_code == 2
+    assert re.search(r"FedAvg, seed 0: client \d+ produced a non-finite update in round 1", result.stderr)
+
+
+def test_names_with_brackets_are_names(tmp_path):
+    path = tmp_path / "spec.toml"
+    text = TINY.replace('name = "tiny"', 'name = "tiny"\ntitle = "[/x] [bold]"')
+    path.write_text(text.replace('algorithm = "fadamgc"', 'algorithm = "fadamgc"\nlabel = "[/y]"'))
+    result = fadamgc("run", path, "--out", tmp_path / "out", "--workers", 1)
+    assert result.exit_code == 0
+    assert "[/x] [bold]" in result.stdout
+    assert "[/y]" in result.stdout
+
+
+def test_a_terminal_without_signs_for_it(done):
+    child = process("report", done, env=os.environ | {"PYTHONIOENCODING": "ascii"})
+    out, err = child.communicate(timeout=60)
+    assert child.returncode == 0, err
+    assert "Rounds to 5 %" in out
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("seeds = [0, 1]", "seeds = [36893488147419103232]", "seeds"),
+        ('name = "tiny"', 'name = ".."', "it names a folder"),
+        ('name = "tiny"', 'name = "a/b"', "it names a folder"),
+        ("hidden = [8]", "hidden = [100000000000000]", "hidden=[100000000000000] is too large"),
+        ("[[method]]", "[cost]\nlatency = 1e308\n[[method]]", "latency=1e+308"),
+        ("seeds = [0, 1]", "seeds = 3", "seeds=3 is not accepted; it must be a list"),
+    ],
+)
+def test_extreme_values(tmp_path, old, new, message):
+    path = tmp_path / "spec.toml"
+    path.write_text(TINY.replace(old, new, 1))
+    result = fadamgc("run", path, "--out", tmp_path / "out", "--workers", 1, "--quiet")
+    assert result.exit_code == 2
+    assert message in result.stderr

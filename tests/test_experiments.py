@@ -182,7 +182,7 @@ REFUSED = {
     "target in per cent": ("target = 0.2", "target = 20.0", "[run] target=20.0 is no share; accuracy goes from 0 to 1, 0.9 is 90 %"),
     "weights": ("target = 0.2", 'weights = "sizes"', "[run] weights=\"sizes\" is not accepted; it must be 'uniform', 'size' or a list"),
     "too few weights": ("target = 0.2", "weights = [1, 2]", "[run] weights has 2 entries; give one number, or one for each of 6 clients"),
-    "zero link": ("up_mbps = 0.05", "up_mbps = 0", "[cost] up_mbps=0 is not accepted; it must be a number > 0"),
+    "zero link": ("up_mbps = 0.05", "up_mbps = 0", "[cost] up_mbps=0 is not accepted; it must be a number >= 1e-09"),
     "per round": ("latency = 1.0", 'per_round = "median"', "[cost] per_round=\"median\" is not accepted; it must be 'mean' or 'slowest'"),
     "empty grid": ("eta_l = [1e-9, 0.01]", "eta_l = []", "[tune] eta_l=[] is not accepted; it must not be empty"),
     "validation": ("validation = 0.25", "validation = 1.0", "[tune] validation=1.0 is not accepted; it must be less than or equal to 0.99"),
@@ -335,8 +335,34 @@ def test_resume_keeps_what_is_finished_and_equal(done, tmp_path, monkeypatch):
     run_spec(short, out, workers=1, quiet=True, resume=True)
     assert made == ["LocalAdam, seed 0", "LocalAdam, seed 1"]
     made.clear()
-    run_spec(short.replace("run", batch_size=4), out, workers=1, quiet=True, resume=True)
+    with pytest.raises(InputError, match=r"other settings: \[run\] batch_size=8 there, 4 here; --overwrite"):
+        run_spec(short.replace("run", batch_size=4), out, workers=1, quiet=True, resume=True)
+    assert made == []
+    assert load_spec(out / "spec.toml") == short
+    run_spec(short.replace("run", batch_size=4), out, workers=1, quiet=True, overwrite=True)
     assert len(made) == 4
+
+
+def test_resume_may_add_and_may_not_take_away(tmp_path):
+    spec = spec_of(TINY).replace("run", rounds=1)
+    run_spec(spec, tmp_path, workers=1, quiet=True)
+    for other, message in (
+        (spec.replace("run", seeds=(1,)), r"\[run\] seeds=\[0, 1\] there, \[1\] here"),
+        (spec.replace("run", rounds=2), r"\[run\] rounds=1 there, 2 here"),
+        (spec.replace("task", alpha=2.0), r"\[task\] alpha=1.0 there, 2.0 here"),
+        (spec.only(["fadamgc"]), r"\[\[method\]\]='LocalAdam' there, None here"),
+        (
+            parse_spec(spec.to_toml().replace("eta_l = 1e-05", "eta_l = 1e-06"), "x"),
+            "LocalAdam: eta_l=1e-05 there",
+        ),
+    ):
+        with pytest.raises(InputError, match=message):
+            run_spec(other, tmp_path, workers=1, quiet=True, resume=True)
+    before = {p: p.read_bytes() for p in tmp_path.glob("runs/*/run.json")}
+    more = spec.replace("run", seeds=(0, 1, 2)).replace("cost", latency=7.0)
+    run_spec(more, tmp_path, workers=1, quiet=True, resume=True)
+    assert len(list(tmp_path.glob("runs/*/run.json"))) == 6
+    assert all(path.read_bytes() == data for path, data in before.items())
 
 
 def test_other_links_or_another_target_need_no_new_run(done):

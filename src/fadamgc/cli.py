@@ -6,6 +6,7 @@ import dataclasses
 import sys
 import time
 from importlib.metadata import version
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -42,6 +43,13 @@ class Commands(TyperGroup):
             for line in str(error).splitlines():
                 _say(f"error: {line}")
             raise typer.Exit(BAD_INPUT) from None
+        except OSError as error:
+            where = f"{error.filename}: " if error.filename else ""
+            _say(f"error: {where}{error.strerror or error}")
+            raise typer.Exit(BAD_INPUT) from None
+        except MemoryError:
+            _say("error: there is not enough memory for this; make the task smaller or use fewer --workers")
+            raise typer.Exit(BAD_INPUT) from None
         except KeyboardInterrupt:
             _say("stopped")
             raise typer.Exit(INTERRUPTED) from None
@@ -59,6 +67,9 @@ app = typer.Typer(
 
 def main() -> None:
     """Entry point of the command ``fadamgc``."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that has no sign for it shows a question mark
     app()
 
 
@@ -330,14 +341,20 @@ def _adjusted(
 def _experiment(
     spec: Spec, out: Path, tune: bool, workers: int | None, quiet: bool, resume: bool, overwrite: bool
 ) -> None:
+    from fadamgc.experiments.pool import check_workers
     from fadamgc.experiments.report import write_report
-    from fadamgc.experiments.runner import check, plan, prepare, run_spec, write_spec
+    from fadamgc.experiments.runner import check, check_same, plan, prepare, run_spec, write_spec
 
     began = time.perf_counter()
     if tune:
+        from fadamgc.experiments.tune import grid_of, tune_jobs
         from fadamgc.experiments.tune import tune as tune_spec
 
+        check_workers(workers)
         check(plan(spec, out))
+        check(tune_jobs(spec, grid_of(spec), out))
+        if resume:
+            check_same(spec, out, tuned=True)
         prepare(out, resume, overwrite)
         write_spec(spec, out)
         tuned = tune_spec(spec, out, workers, quiet, resume)
@@ -348,8 +365,13 @@ def _experiment(
             _say(f"note: {note}")
         # What the folder holds now is this command's own.
         spec, resume, overwrite = tuned.spec, True, False
-    failures = run_spec(spec, out, workers, quiet, resume, overwrite)
-    _show(write_report(out), out, time.perf_counter() - began)
+    failures = run_spec(spec, out, workers, quiet, resume, overwrite, tuned=tune)
+    try:
+        results = write_report(out)
+    except InputError:
+        _refuse(failures)  # if no run was finished, that is why
+        raise
+    _show(results, out, time.perf_counter() - began)
     _refuse(failures)
 
 

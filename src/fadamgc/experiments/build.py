@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 
 from fadamgc.data import Partition, digits, dirichlet, iid, shards
 from fadamgc.data.synthetic import Synthetic, linear_regression, quadratics
+from fadamgc.errors import InputError
 from fadamgc.experiments.spec import DigitsTask, LinearRegressionTask, QuadraticsTask, TaskSpec
 from fadamgc.models import mlp
 from fadamgc.task import Pair, Task
@@ -38,7 +39,10 @@ def build_task(spec: TaskSpec, seed: int, validation: float = 0.0) -> Task:
             held = partition(spec, data.train_y, seed)
             rows = [torch.from_numpy(own) for own in held.indices]
             clients: list[Pair] = [(data.train_x[own], data.train_y[own]) for own in rows]
-            model = mlp(64, spec.hidden, 10, seed)
+            try:
+                model = mlp(64, spec.hidden, 10, seed)
+            except (RuntimeError, MemoryError):
+                raise InputError(f"hidden={list(spec.hidden)} is too large for the memory here") from None
             test = (data.test_x, data.test_y)
             return Task(model, cross_entropy, clients, test, metric="accuracy", name="digits")
         case QuadraticsTask():

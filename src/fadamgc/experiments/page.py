@@ -54,7 +54,8 @@ def page(results: Results, lines: Mapping[str, pd.DataFrame], labels: bytes | No
         _section(
             "Over rounds",
             _plot(results, lines, "round"),
-            "Lines are means over seeds, bands one standard deviation. "
+            f"Lines are {'' if results.accuracy else 'geometric '}means over seeds, "
+            f"bands one standard deviation{'' if results.accuracy else ' of the logarithm'}. "
             "Click a name in the legend to hide a method, double-click it to see it alone; "
             "drag over the plot to zoom, double-click to zoom out.",
         ),
@@ -120,6 +121,7 @@ def _plot(results: Results, lines: Mapping[str, pd.DataFrame], x: str) -> str:
             x=[*line[x], *line[x][::-1]],
             y=[*high, *low[::-1]],
             fill="toself",
+            mode="lines",
             fillcolor=_faint(shade),
             line={"width": 0},
             hoverinfo="skip",

@@ -164,8 +164,7 @@ def execute(job: Job, on_round: Callable[[], bool]) -> Outcome:
 
 def run_jobs(jobs: Sequence[Job], workers: int | None, progress: Progress, finished: Finished) -> None:
     """Run all jobs. On an interrupt or an error the workers stop; what was saved by then stays."""
-    if workers is not None and workers < 1:
-        raise InputError(f"workers={workers} is not accepted; it must be a whole number >= 1")
+    check_workers(workers)
     count = min(workers or os.cpu_count() or 1, len(jobs))
     if count <= 1:
         with one_thread():
@@ -178,7 +177,8 @@ def run_jobs(jobs: Sequence[Job], workers: int | None, progress: Progress, finis
     listener = threading.Thread(target=_listen, args=(messages, progress), daemon=True)
     listener.start()
     try:
-        pending = {pool.submit(_work, i, job): i for i, job in enumerate(jobs)}
+        with no_interrupts():  # the parent gets it and says what to do
+            pending = {pool.submit(_work, i, job): i for i, job in enumerate(jobs)}
         while pending:
             done, _ = wait(pending, return_when=FIRST_COMPLETED)
             for future in done:
@@ -189,10 +189,30 @@ def run_jobs(jobs: Sequence[Job], workers: int | None, progress: Progress, finis
             "go on with --resume and fewer --workers"
         ) from None
     finally:
-        stop.set()
-        pool.shutdown(cancel_futures=True)
-        messages.put(None)
-        listener.join()
+        with no_interrupts():
+            stop.set()
+            pool.shutdown(cancel_futures=True)
+            messages.put(None)
+            listener.join()
+
+
+def check_workers(workers: int | None) -> None:
+    """Refuse a number of workers that is none."""
+    if workers is not None and workers < 1:
+        raise InputError(f"workers={workers} is not accepted; it must be a whole number >= 1")
+
+
+@contextmanager
+def no_interrupts() -> Iterator[None]:
+    """Ignore Ctrl-C for a moment; processes that are started meanwhile ignore it for good."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _advance(progress: Progress, i: int) -> bool:

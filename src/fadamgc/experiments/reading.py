@@ -29,7 +29,7 @@ def load_spec(path: str | Path) -> Spec:
     """Read a spec from a TOML file; whatever is wrong in it is one InputError, a line for each."""
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise InputError(f"{path} does not exist; give the path of a spec in TOML") from None
     except (OSError, UnicodeDecodeError) as error:

@@ -83,7 +83,7 @@ def _summary(results: Results) -> pd.DataFrame:
 
 def rich_table(results: Results) -> Table:
     """The table for a terminal."""
-    table = Table(title=caption(results), title_justify="left")
+    table = Table(title=Text(caption(results)), title_justify="left")
     for i, title in enumerate(header(results)):
         table.add_column(title, justify="left" if i == 0 else "right", no_wrap=i == 0)
     for line in cells(results):

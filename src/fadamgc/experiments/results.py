@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, NamedTuple
@@ -52,6 +52,8 @@ def read_results(folder: str | Path, cost: CostModel | None = None) -> Results:
     """Read an experiment back, priced by the cost model of its spec or by another."""
     folder = Path(folder)
     spec = read_spec(folder)
+    if cost is not None:
+        spec = spec.replace("cost", **asdict(cost))
     cost = cost or spec.cost.model()
     runs: dict[str, list[Run]] = {method.label: [] for method in spec.methods}
     for job in plan(spec, folder):

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
 from fadamgc.errors import FadamgcError, InputError
 from fadamgc.experiments.build import label_counts
-from fadamgc.experiments.pool import Finished, Job, Outcome, Progress, run_jobs
+from fadamgc.experiments.pool import Finished, Job, Outcome, Progress, check_workers, run_jobs
 from fadamgc.experiments.reading import load_spec
 from fadamgc.experiments.spec import Spec
 from fadamgc.files import write_atomic
@@ -57,6 +58,7 @@ def run_spec(
     quiet: bool = False,
     resume: bool = False,
     overwrite: bool = False,
+    tuned: bool = False,
 ) -> tuple[Failure, ...]:
     """Run an experiment into a folder; ``write_report`` then makes its tables and figures.
 
@@ -69,13 +71,17 @@ def run_spec(
         quiet: show no progress.
         resume: keep the runs that are there and whose settings are the same.
         overwrite: remove the experiment that is there.
+        tuned: the step sizes may differ from those of the experiment that is there.
 
     Returns:
         The runs that did not finish because a client's update was not finite.
     """
     out = Path(out)
     jobs = plan(spec, out)
+    check_workers(workers)
     check(jobs)
+    if resume:
+        check_same(spec, out, tuned)
     prepare(out, resume, overwrite)
     write_spec(spec, out)
     todo = [job for job in jobs if not (resume and job.saved())]
@@ -86,6 +92,47 @@ def check(jobs: Sequence[Job]) -> None:
     """Refuse what cannot run before any work is done; one seed of a method speaks for all."""
     for job in {job.method.slug: job for job in reversed(jobs)}.values():
         job.check()
+
+
+def check_same(spec: Spec, out: Path, tuned: bool = False) -> None:
+    """Refuse to go on with an experiment of other settings: its finished runs would be lost.
+
+    Seeds and methods may be added; cost, target and title may change, since they change no run.
+    """
+    if not (out / SPEC).is_file():
+        return
+    old = load_spec(out / SPEC)
+    ends_there = spec.run.stop_at_target or old.run.stop_at_target
+    free = {"seeds"} if ends_there else {"seeds", "target"}
+    sections = (
+        ("[task]", old.task.model_dump(), spec.task.model_dump()),
+        ("[run]", old.run.model_dump(exclude=free), spec.run.model_dump(exclude=free)),
+    )
+    for place, there, here in sections:
+        for key in {**there, **here}:
+            _differs(out, f"{place} {key}", there.get(key), here.get(key))
+    missing = [seed for seed in old.run.seeds if seed not in spec.run.seeds]
+    if missing:
+        _differs(out, "[run] seeds", list(old.run.seeds), list(spec.run.seeds))
+    new = {method.label: method for method in spec.methods}
+    for method in old.methods:
+        if method.label not in new:
+            _differs(out, "[[method]]", method.label, None)
+            continue
+        other = new[method.label]
+        _differs(out, f"{method.label}: tracked", old.tracked(method), spec.tracked(other))
+        there, here = method.hyperparameters, other.hyperparameters
+        for key in {**there, **here}:
+            if not (tuned and key in ("eta_l", "eta_g")):
+                _differs(out, f"{method.label}: {key}", there.get(key), here.get(key))
+
+
+def _differs(out: Path, what: str, there: object, here: object) -> None:
+    if there != here:
+        raise InputError(
+            f"out={str(out)!r} holds an experiment with other settings: {what}={there!r} there, "
+            f"{here!r} here; --overwrite replaces it, --out names another folder"
+        )
 
 
 def prepare(out: Path, resume: bool, overwrite: bool) -> None:
@@ -144,8 +191,9 @@ def carry_out(jobs: Sequence[Job], workers: int | None, quiet: bool, done: int =
 
         def finished(i: int, outcome: Outcome) -> None:
             nonlocal done
-            done += 1
-            if outcome.error is not None:
+            if outcome.error is None:
+                done += 1
+            else:
                 failures.append(Failure(jobs[i].name, outcome.error))
             show(i, outcome)
 
@@ -199,11 +247,12 @@ def _bars(console: Console, jobs: Sequence[Job]) -> Iterator[tuple[Progress, Fin
     with Bars(*columns, console=console, transient=True) as bars:
         labels = list(dict.fromkeys(job.method.label for job in jobs))
         sizes = {label: [j.run.rounds for j in jobs if j.method.label == label] for label in labels}
-        items = {label: bars.add_task(label, total=sum(sizes[label])) for label in labels}
+        items = {label: bars.add_task(escape(label), total=sum(sizes[label])) for label in labels}
         everything = bars.add_task("[bold]all", total=sum(map(sum, sizes.values())))
         rounds = [0] * len(jobs)
 
         def advance(i: int, by: int) -> None:
+            by = min(by, jobs[i].run.rounds - rounds[i])  # a last message may come after the end
             rounds[i] += by
             bars.advance(items[jobs[i].method.label], by)
             bars.advance(everything, by)

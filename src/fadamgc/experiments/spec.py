@@ -36,6 +36,14 @@ def _distinct(values: tuple[int, ...]) -> tuple[int, ...]:
     return values
 
 
+def _folder_name(name: str) -> str:
+    if not re.fullmatch(r"[\w][\w .-]*", name):
+        raise ValueError(
+            "it names a folder: letters, digits, spaces, dots and dashes, a letter or digit first"
+        )
+    return name
+
+
 def _executor(name: str) -> str:
     known = ["auto", *EXECUTORS]
     if name not in known:
@@ -69,7 +77,7 @@ Positive: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative: TypeAlias = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Finite: TypeAlias = Annotated[float, Field(allow_inf_nan=False)]
 Seeds: TypeAlias = Annotated[
-    tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1), AfterValidator(_distinct)
+    tuple[Annotated[int, Field(ge=0, lt=2**63)], ...], Field(min_length=1), AfterValidator(_distinct)
 ]
 Steps: TypeAlias = Annotated[tuple[Positive, ...], Field(min_length=1)]
 PerClient: TypeAlias = Annotated[Any, BeforeValidator(_per_client)]
@@ -228,7 +236,7 @@ class MethodSpec(Section):
 class Spec(Section):
     """An experiment: methods that are compared on one task, under the same settings."""
 
-    name: Annotated[str, Field(min_length=1)] = "experiment"
+    name: Annotated[str, AfterValidator(_folder_name)] = "experiment"
     title: str | None = None
     task: TaskSpec = Field(discriminator="data")
     run: RunSpec
@@ -345,6 +353,10 @@ def _sentence(problem: Mapping[str, Any]) -> str:
     if not where:
         return str(what)
     what = what.replace("Input should be", "it must be").replace("a valid integer", "a whole number")
-    what = what.replace("a valid ", "a ").replace("Tuple should have at least 1 item", "it must not be empty")
+    what = (
+        what.replace("a valid ", "a ")
+        .replace("a tuple", "a list")
+        .replace("Tuple should have at least 1 item", "it must not be empty")
+    )
     what = re.sub(r" after validation.*", "", what)
     return f"{where}={toml_value(problem['input'])} is not accepted; {what}"

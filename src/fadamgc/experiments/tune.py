@@ -32,10 +32,10 @@ class Point:
     goal: str  # whether a high metric is good, "max", or a low one, "min"
 
     def rank(self) -> tuple[float, ...]:
-        """Smaller is better: most seeds at the target, fewest rounds, best end, smallest steps."""
+        """Smaller is better: most seeds at the target, fewest rounds, fewest diverged, best end."""
         final = math.inf if self.final is None else self.final * (-1 if self.goal == "max" else 1)
         rounds = math.inf if self.rounds is None else self.rounds
-        return (-self.reached, rounds, final, self.diverged, self.eta_l, self.eta_g)
+        return (-self.reached, rounds, self.diverged, final, self.eta_l, self.eta_g)
 
 
 @dataclass(frozen=True)
@@ -76,10 +76,7 @@ def tune(
     not finite counts as one that never reached it.
     """
     out = Path(out)
-    grid = spec.tune
-    if grid is None:
-        raise InputError("the spec has no [tune] section; add one with eta_l, eta_g and rounds")
-    jobs = tune_jobs(spec, grid, out)
+    jobs = tune_jobs(spec, grid_of(spec), out)
     check(jobs)
     todo = [job for job in jobs if not (resume and job.saved())]
     carry_out(todo, workers, quiet, done=len(jobs) - len(todo))
@@ -92,6 +89,13 @@ def tune(
     write_atomic(out / "tuning.csv", tuned.to_pandas().to_csv(index=False).encode())
     write_atomic(out / "tuned.toml", tuned.spec.to_toml().encode())
     return tuned
+
+
+def grid_of(spec: Spec) -> TuneSpec:
+    """The [tune] section of a spec."""
+    if spec.tune is None:
+        raise InputError("the spec has no [tune] section; add one with eta_l, eta_g and rounds")
+    return spec.tune
 
 
 def tune_jobs(spec: Spec, grid: TuneSpec, out: Path) -> list[Job]:

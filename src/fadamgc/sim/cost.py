@@ -20,6 +20,8 @@ from torch import Tensor
 from fadamgc.algorithm import AnyAlgorithm, example
 from fadamgc.errors import InputError
 
+LEAST_MBPS, MOST_SECONDS = 1e-9, 1e9  # beyond these, minutes are no numbers any more
+
 PerClient = float | tuple[float, ...]
 
 
@@ -117,10 +119,10 @@ class CostModel:
                 )
             for number in value if isinstance(value, tuple) else (value,):
                 good = not isinstance(number, bool) and isinstance(number, Real) and not math.isnan(number)
-                if not good or number < 0 or (link and number == 0) or (not link and math.isinf(number)):
+                if not good or not (number >= LEAST_MBPS if link else 0 <= number <= MOST_SECONDS):
+                    accepted = f">= {LEAST_MBPS:g}" if link else f"with 0 <= value <= {MOST_SECONDS:g}"
                     raise InputError(
-                        f"CostModel.{field.name}={number!r} is not accepted; "
-                        f"it must be a number {'> 0' if link else '>= 0'}"
+                        f"CostModel.{field.name}={number!r} is not accepted; it must be a number {accepted}"
                     )
         if self.per_round not in ("mean", "slowest"):
             raise InputError(

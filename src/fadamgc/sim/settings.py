@@ -75,7 +75,7 @@ class Settings:
         if self.schedule is not None:
             self._check_schedule(n)
         if isinstance(self.weights, tuple):
-            bad = [w for w in self.weights if not (math.isfinite(w) and w > 0)]
+            bad = [w for w in self.weights if not 0 < w <= 1e100]
             if len(self.weights) != n or bad:
                 raise InputError(
                     f"weights must be 'uniform', 'size' or {n} numbers > 0, one for each client; "
