@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fadamgc.cli import app
+from fadamgc.experiments.runner import only_one
 
 TINY = """
 name = "tiny"
@@ -330,3 +331,13 @@ def test_extreme_values(tmp_path, old, new, message):
     result = fadamgc("run", path, "--out", tmp_path / "out", "--workers", 1, "--quiet")
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+def test_two_at_once_do_not_write_into_one_folder(spec, tmp_path):
+    out = tmp_path / "out"
+    with only_one(out):
+        for option in ("--resume", "--overwrite"):
+            result = fadamgc("run", spec, "--out", out, option, "--workers", 1)
+            assert result.exit_code == 2
+            assert "is being written by another fadamgc" in result.stderr
+    assert fadamgc("run", spec, "--out", out, "--workers", 1, "--quiet").exit_code == 0

@@ -347,9 +347,19 @@ def _adjusted(
 def _experiment(
     spec: Spec, out: Path, tune: bool, workers: int | None, quiet: bool, resume: bool, overwrite: bool
 ) -> None:
+    from fadamgc.experiments.runner import check, only_one, plan
+
+    check(plan(spec, out))  # before a folder is made
+    with only_one(out):
+        _run_and_report(spec, out, tune, workers, quiet, resume, overwrite)
+
+
+def _run_and_report(
+    spec: Spec, out: Path, tune: bool, workers: int | None, quiet: bool, resume: bool, overwrite: bool
+) -> None:
     from fadamgc.experiments.pool import check_workers
     from fadamgc.experiments.report import write_report
-    from fadamgc.experiments.runner import check, check_same, plan, prepare, run_spec, write_spec
+    from fadamgc.experiments.runner import check, check_same, prepare, run_spec, write_spec
 
     began = time.perf_counter()
     if tune:
@@ -357,7 +367,6 @@ def _experiment(
         from fadamgc.experiments.tune import tune as tune_spec
 
         check_workers(workers)
-        check(plan(spec, out))
         check(tune_jobs(spec, grid_of(spec), out))
         if resume:
             check_same(spec, out, tuned=True)

@@ -230,8 +230,10 @@ def _pm(spread: Spread, form: str) -> str:
 def _three_figures(column: Sequence[float]) -> str:
     """The format that gives the largest number of a column about three figures."""
     largest = max((value for value in column if math.isfinite(value)), default=0.0)
+    if 0 < largest < 1e-3:
+        return ".2e"
     decimals = 2 - math.floor(math.log10(largest)) if largest > 0 else 2
-    return f".{min(max(decimals, 0), 6)}f"
+    return f".{max(decimals, 0)}f"
 
 
 def caption(results: Results) -> str:

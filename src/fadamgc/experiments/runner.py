@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ SPEC = "spec.toml"
 PARTITION = "partition.png"
 RUNS = "runs"
 TUNING = "tuning"
+LOCK = ".lock"
 # What an experiment leaves in its folder; --overwrite removes these and nothing else.
 FILES = (
     *(SPEC, PARTITION, "tuning.csv", "tuned.toml", "results.csv", "results.md", "curves.csv"),
@@ -135,6 +136,28 @@ def _differs(out: Path, what: str, there: object, here: object) -> None:
         )
 
 
+@contextmanager
+def only_one(out: Path) -> Iterator[None]:
+    """Hold a folder, so that no other process writes an experiment into it at the same time."""
+    try:
+        import fcntl
+    except ImportError:  # Windows: atomic files are all the protection there is
+        yield
+        return
+    with ExitStack() as stack:
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context(open(out / LOCK, "w"))
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(
+                f"out={str(out)!r} is being written by another fadamgc; wait for it, or give another folder"
+            ) from None
+        except OSError:
+            pass  # prepare() says what is wrong with the folder
+        yield
+
+
 def prepare(out: Path, resume: bool, overwrite: bool) -> None:
     """Make the folder ready for an experiment, or say why it cannot be used."""
     if resume and overwrite:
@@ -143,7 +166,7 @@ def prepare(out: Path, resume: bool, overwrite: bool) -> None:
         raise InputError(f"out={str(out)!r} is a file; give a folder")
     try:
         out.mkdir(parents=True, exist_ok=True)
-        held = any(out.iterdir())
+        held = any(path.name != LOCK for path in out.iterdir())
         if held and not (out / SPEC).exists():
             raise InputError(
                 f"out={str(out)!r} holds other files and no experiment; give a new or empty folder"
