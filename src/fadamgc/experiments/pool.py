@@ -11,13 +11,14 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import connection, get_context, parent_process
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
@@ -177,12 +178,16 @@ def run_jobs(jobs: Sequence[Job], workers: int | None, progress: Progress, finis
     listener = threading.Thread(target=_listen, args=(messages, progress), daemon=True)
     listener.start()
     try:
+        # A queue and not concurrent.futures.wait: that takes the locks of all futures, and an interrupt in
+        # the middle of it would leave some of them held, and the shutdown waiting for ever.
+        ended: SimpleQueue[Future[Outcome]] = SimpleQueue()
         with no_interrupts():  # the parent gets it and says what to do
-            pending = {pool.submit(_work, i, job): i for i, job in enumerate(jobs)}
-        while pending:
-            done, _ = wait(pending, return_when=FIRST_COMPLETED)
-            for future in done:
-                finished(pending.pop(future), future.result())
+            numbers = {pool.submit(_work, i, job): i for i, job in enumerate(jobs)}
+            for future in numbers:
+                future.add_done_callback(ended.put)
+        for _ in jobs:
+            future = ended.get()
+            finished(numbers[future], future.result())
     except BrokenProcessPool:
         raise FadamgcError(
             "a worker process died, perhaps for lack of memory; what was finished is saved: "
