@@ -347,47 +347,44 @@ def _adjusted(
 def _experiment(
     spec: Spec, out: Path, tune: bool, workers: int | None, quiet: bool, resume: bool, overwrite: bool
 ) -> None:
-    from fadamgc.experiments.runner import check, only_one, plan
-
-    check(plan(spec, out))  # before a folder is made
-    with only_one(out):
-        _run_and_report(spec, out, tune, workers, quiet, resume, overwrite)
-
-
-def _run_and_report(
-    spec: Spec, out: Path, tune: bool, workers: int | None, quiet: bool, resume: bool, overwrite: bool
-) -> None:
-    from fadamgc.experiments.pool import check_workers
     from fadamgc.experiments.report import write_report
-    from fadamgc.experiments.runner import check, check_same, prepare, run_spec, write_spec
+    from fadamgc.experiments.runner import check, only_one, plan, run_spec
 
     began = time.perf_counter()
-    if tune:
-        from fadamgc.experiments.tune import grid_of, tune_jobs
-        from fadamgc.experiments.tune import tune as tune_spec
-
-        check_workers(workers)
-        check(tune_jobs(spec, grid_of(spec), out))
-        if resume:
-            check_same(spec, out, tuned=True)
-        prepare(out, resume, overwrite)
-        write_spec(spec, out)
-        tuned = tune_spec(spec, out, workers, quiet, resume)
-        for method in tuned.spec.methods:
-            chosen = ", ".join(f"{key}={method.hyperparameters[key]:g}" for key in ("eta_l", "eta_g"))
-            _say(f"tuned {method.label}: {chosen}")
-        for note in tuned.notes:
-            _say(f"note: {note}")
-        # What the folder holds now is this command's own.
-        spec, resume, overwrite = tuned.spec, True, False
-    failures = run_spec(spec, out, workers, quiet, resume, overwrite, tuned=tune)
-    try:
-        results = write_report(out)
-    except InputError:
-        _refuse(failures)  # if no run was finished, that is why
-        raise
+    check(plan(spec, out))  # before a folder is made
+    with only_one(out):
+        if tune:
+            spec = _tuned(spec, out, workers, quiet, resume, overwrite)
+            resume, overwrite = True, False  # what the folder holds now is this command's own
+        failures = run_spec(spec, out, workers, quiet, resume, overwrite, tuned=tune)
+        try:
+            results = write_report(out)
+        except InputError:
+            _refuse(failures)  # if no run was finished, that is why
+            raise
     _show(results, out, time.perf_counter() - began)
     _refuse(failures)
+
+
+def _tuned(spec: Spec, out: Path, workers: int | None, quiet: bool, resume: bool, overwrite: bool) -> Spec:
+    """The spec with the step sizes that its grid gives."""
+    from fadamgc.experiments.pool import check_workers
+    from fadamgc.experiments.runner import check, check_same, prepare, write_spec
+    from fadamgc.experiments.tune import grid_of, tune, tune_jobs
+
+    check_workers(workers)
+    check(tune_jobs(spec, grid_of(spec), out))
+    if resume:
+        check_same(spec, out, tuned=True)
+    prepare(out, resume, overwrite)
+    write_spec(spec, out)
+    tuned = tune(spec, out, workers, quiet, resume)
+    for method in tuned.spec.methods:
+        chosen = ", ".join(f"{key}={method.hyperparameters[key]:g}" for key in ("eta_l", "eta_g"))
+        _say(f"tuned {method.label}: {chosen}")
+    for note in tuned.notes:
+        _say(f"note: {note}")
+    return tuned.spec
 
 
 def _show(results: Results, folder: Path, seconds: float | None = None) -> None:

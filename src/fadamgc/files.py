@@ -114,6 +114,13 @@ def read_bundle(folder: Path, name: str) -> tuple[dict[str, Any], dict[str, Tens
         raise CheckpointError(f"{tensor_path} is not a safetensors file: {error}") from error
 
 
+def as_json(value: Any) -> Any:
+    """A value as JSON would give it back: tuples as lists, all the way down."""
+    if isinstance(value, dict):
+        return {key: as_json(item) for key, item in value.items()}
+    return [as_json(item) for item in value] if isinstance(value, (tuple, list)) else value
+
+
 def _lines(body: Mapping[str, Any]) -> str:
     """JSON with a line for each key, and for each item of a list of objects: easy to read and to compare."""
     parts = []

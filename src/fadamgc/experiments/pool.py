@@ -27,7 +27,7 @@ from fadamgc.algorithm import AnyAlgorithm
 from fadamgc.errors import CheckpointError, FadamgcError, InputError, NonFiniteError
 from fadamgc.experiments.build import build_task
 from fadamgc.experiments.spec import CostSpec, MethodSpec, RunSpec, Spec, TaskSpec
-from fadamgc.files import has_bundle
+from fadamgc.files import as_json, has_bundle
 from fadamgc.sim.engine import RoundEnd, simulate
 from fadamgc.sim.run import Run, load_run
 
@@ -70,10 +70,10 @@ class Job:
     def identity(self) -> dict[str, Any]:
         """Everything that determines the run, as plain data; the cost only prices it."""
         return {
-            "task": _plain(self.task.model_dump()),
-            "run": _plain(self.run.model_dump(exclude={"seeds", "target"}))
+            "task": as_json(self.task.model_dump()),
+            "run": as_json(self.run.model_dump(exclude={"seeds", "target"}))
             | ({"target": self.run.target} if self.run.stop_at_target else {}),
-            "method": _plain(self.method.model_dump(include={"algorithm", "hyperparameters"})),
+            "method": as_json(self.method.model_dump(include={"algorithm", "hyperparameters"})),
             "seed": self.seed,
             "validation": self.validation,
         }
@@ -268,10 +268,3 @@ def _work(i: int, job: Job) -> Outcome:
 def _listen(messages: Any, progress: Progress) -> None:
     while (i := messages.get()) is not None:
         progress(i)
-
-
-def _plain(value: Any) -> Any:
-    """As JSON gives it back."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, (tuple, list)) else value

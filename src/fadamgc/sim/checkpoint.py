@@ -9,7 +9,7 @@ from typing import Any
 
 from fadamgc.algorithm import AnyAlgorithm
 from fadamgc.errors import CheckpointError
-from fadamgc.files import has_bundle, make_folder
+from fadamgc.files import as_json, has_bundle, make_folder
 from fadamgc.sim.run import Run, read_run, write_run
 from fadamgc.sim.settings import Settings
 
@@ -30,7 +30,7 @@ def open_checkpoint(
     saved = read_run(store, NAME, algorithm=algorithm, expected=identity["algorithm"])
     done = len(saved.history)
     for key, here in identity.items():
-        there, here = saved.settings.get(key), _plain(here)
+        there, here = saved.settings.get(key), as_json(here)
         if key == "schedule" and there and here:  # it may have been made longer
             there, here = there[:done], here[:done]
         if there != here:
@@ -50,11 +50,6 @@ def open_checkpoint(
 def write_checkpoint(store: Path, run: Run) -> None:
     """Replace the checkpoint in a folder."""
     write_run(store, NAME, run)
-
-
-def _plain(value: Any) -> Any:
-    """As JSON gives it back."""
-    return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
 def _difference(store: Path, key: str, there: Any, here: Any) -> str:
