@@ -28,6 +28,7 @@ from fadamgc.errors import CheckpointError, FadamgcError, InputError, NonFiniteE
 from fadamgc.experiments.build import build_task
 from fadamgc.experiments.spec import CostSpec, MethodSpec, RunSpec, Spec, TaskSpec
 from fadamgc.files import as_json, has_bundle
+from fadamgc.sim.cores import one_thread
 from fadamgc.sim.engine import RoundEnd, simulate
 from fadamgc.sim.run import Run, load_run
 
@@ -223,17 +224,6 @@ def no_interrupts() -> Iterator[None]:
 def _advance(progress: Progress, i: int) -> bool:
     progress(i)
     return False
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Compute with a single thread for a while."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 # In the workers.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from fadamgc.sim.executors import Result
+from fadamgc.sim.executors import Job, Result
 from fadamgc.sim.problem import Buffers
 
 
@@ -43,18 +44,22 @@ class Sums:
         }
 
 
-def in_order(results: Iterator[Result], clients: Sequence[int]) -> Iterator[Result]:
-    """Results in the order of the clients, so that sums do not depend on who was done first."""
+def in_order(results: Iterable[Result], jobs: Sequence[Job]) -> Iterator[Result]:
+    """Results in the order of the jobs, so that sums do not depend on who was done first."""
     early: dict[int, Result] = {}
     position = 0
     for result in results:
-        early[result.client] = result
-        while position < len(clients) and clients[position] in early:
-            yield early.pop(clients[position])
+        early[id(result.job)] = result
+        while position < len(jobs) and id(jobs[position]) in early:
+            yield early.pop(id(jobs[position]))
             position += 1
 
 
 def finite(result: Result) -> bool:
     """Whether all that a client keeps and sends is finite."""
-    tensors = (*result.up, *result.state, *result.buffers.values())
-    return all(bool(torch.isfinite(t).all()) for t in tensors)
+    return all(map(_finite, (*result.up, *result.state, *result.buffers.values())))
+
+
+def _finite(t: Tensor) -> bool:
+    # A sum is not finite if a number is not; the other way round it may have overflowed.
+    return math.isfinite(t.sum()) or bool(torch.isfinite(t).all())

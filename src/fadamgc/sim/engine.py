@@ -19,12 +19,14 @@ from fadamgc.errors import InputError, NonFiniteError
 from fadamgc.sim.aggregate import Sums, finite, in_order
 from fadamgc.sim.checkpoint import open_checkpoint, write_checkpoint
 from fadamgc.sim.cost import CostModel, Work, traffic
-from fadamgc.sim.executors import EXECUTORS, ExecutorChoice, Job, LoopExecutor, Round, make_executor
+from fadamgc.sim.executors import EXECUTORS, ExecutorChoice, Job, Plan, Result, Round, make_executor
+from fadamgc.sim.executors.loop import first_nonfinite_step
 from fadamgc.sim.problem import Buffers, Problem
 from fadamgc.sim.progress import progress_bar
-from fadamgc.sim.run import ClientStates, Record, Run, environment
+from fadamgc.sim.run import Record, Run, environment
 from fadamgc.sim.sampling import Draw, batches
 from fadamgc.sim.settings import Settings
+from fadamgc.sim.states import ClientStates
 from fadamgc.task import Task
 
 
@@ -190,9 +192,16 @@ class Engine:
                 executor = saved.settings["executor"]  # another might differ in the last bit
         else:
             self._start()
-        self.executor = make_executor(executor, self.problem)
+        self.executor = make_executor(executor, self.problem, self.plan())
         if callable(task.metric):
             self.problem.evaluate(self.server.x, self.buffers, settings.seed, 0)  # or fail now
+
+    def plan(self) -> Plan:
+        """How large the run is."""
+        s, largest = self.settings, int(self.problem.size.max())
+        sampled = len(s.who(1, self.problem.n).sampled) if s.rounds else 1
+        batch = largest if s.batch_size is None else min(s.batch_size, largest)
+        return Plan(self.algorithm, s.rounds, sampled, s.steps(largest), batch)
 
     def _take_up(self, saved: Run) -> None:
         """Go on where another run was."""
@@ -241,22 +250,30 @@ class Engine:
 
     def step(self) -> Record:
         """One round. If it fails, the state is that before it."""
-        began = time.perf_counter()
-        t = self.t + 1
-        settings, problem, algo = self.settings, self.problem, self.algorithm
+        jobs = self.begin()
+        return self.end(jobs, self.executor.run(jobs))
+
+    def begin(self) -> list[Job]:
+        """The jobs of the next round."""
+        self._began = time.perf_counter()
+        t, settings, problem, algo = self.t + 1, self.settings, self.problem, self.algorithm
         who = settings.who(t, problem.n)
         tracked = set(who.tracked)
-        jobs = [self._job(t, i, i in tracked) for i in who.sampled]
-        round = Round(algo, settings.seed, t, algo.broadcast(self.server), self.buffers)
+        round = Round(problem, algo, settings.seed, t, algo.broadcast(self.server), self.buffers)
+        return [self._job(round, i, i in tracked) for i in who.sampled]
+
+    def end(self, jobs: Sequence[Job], results: Iterable[Result]) -> Record:
+        """Take in what came of the jobs. If that fails, the state is that before the round."""
+        t, settings, problem, algo = self.t + 1, self.settings, self.problem, self.algorithm
         total: Any = None
         sums = Sums()
         states: dict[int, Any] = {}
         dropped: list[int] = []
-        for job, result in zip(jobs, in_order(self.executor.run(round, jobs), who.sampled), strict=True):
+        for result in in_order(results, jobs):
+            job = result.job
             if not finite(result):
                 if settings.on_nonfinite == "error":
-                    step = LoopExecutor(problem).first_nonfinite_step(round, job)
-                    raise NonFiniteError(job.client, t, step, "update")
+                    raise NonFiniteError(job.client, t, first_nonfinite_step(job), "update")
                 dropped.append(job.client)
                 continue
             weight = 1.0 if self.weights is None else self.weights[job.client]
@@ -272,6 +289,7 @@ class Engine:
         evaluation: dict[str, float] = {}
         if t % settings.eval_every == 0 or t == settings.rounds:
             evaluation = problem.evaluate(server.x, buffers, settings.seed, t)
+        who = Draw(tuple(job.client for job in jobs), tuple(job.client for job in jobs if job.tracked))
         work = self._work(t, who, jobs)
         record = Record(
             round=t,
@@ -282,7 +300,7 @@ class Engine:
             bytes_down=sum(sum(w.down) for w in work),
             bytes_up=sum(sum(w.up) for w in work),
             simulated_seconds=sum(self.cost.seconds(w) for w in work),
-            wall_seconds=time.perf_counter() - began,
+            wall_seconds=time.perf_counter() - self._began,
             sampled=who.sampled,
             tracked=who.tracked,
             dropped=tuple(dropped),
@@ -293,13 +311,13 @@ class Engine:
         self.history.append(record)
         return record
 
-    def _job(self, t: int, client: int, tracked: bool) -> Job:
+    def _job(self, round: Round, client: int, tracked: bool) -> Job:
         s = self.settings
         size = int(self.problem.size[client])
-        chosen = batches(s.seed, t, client, size, s.batch_size, s.local_steps, s.local_epochs)
-        return Job(client, self.clients[client], tracked, chosen)
+        chosen = batches(s.seed, round.t, client, size, s.batch_size, s.local_steps, s.local_epochs)
+        return Job(round, client, self.clients, tracked, chosen)
 
-    def _work(self, t: int, who: Draw, jobs: list[Job]) -> tuple[Work, ...]:
+    def _work(self, t: int, who: Draw, jobs: Sequence[Job]) -> tuple[Work, ...]:
         extra = self.algorithm.round_gradient
         steps = [len(job.batches.size) + (self._pass(job.client) if extra else 0) for job in jobs]
         return (*(self.setup if t == 1 else ()), self.traffic.work(who.sampled, who.tracked, steps))

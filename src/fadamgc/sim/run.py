@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from fadamgc.files import read_bundle, write_bundle
 from fadamgc.flat import Flat
 from fadamgc.sim.cost import CostModel, Work
 from fadamgc.sim.problem import Buffers
+from fadamgc.sim.states import ClientStates
 from fadamgc.task import Task
 
 if TYPE_CHECKING:
@@ -71,37 +72,6 @@ def _shorten(column: tuple[int, ...]) -> Any:
 
 def _lengthen(column: Any, length: int) -> tuple[int, ...]:
     return (column,) * length if isinstance(column, int) else tuple(column)
-
-
-class ClientStates(Sequence[Any]):
-    """The states of all n clients; one that has never taken part has the initial state and no memory."""
-
-    def __init__(self, n: int, initial: Any, states: Mapping[int, Any] | None = None) -> None:
-        self.n, self.initial = n, initial
-        self._states: dict[int, Any] = dict(states or {})
-
-    def __len__(self) -> int:
-        return self.n
-
-    @overload
-    def __getitem__(self, i: int) -> Any: ...
-    @overload
-    def __getitem__(self, i: slice) -> list[Any]: ...
-    def __getitem__(self, i: int | slice) -> Any:
-        if isinstance(i, slice):
-            return [self[j] for j in range(*i.indices(self.n))]
-        if not -self.n <= i < self.n:
-            raise IndexError(f"client {i} of {self.n}")
-        return self._states.get(i % self.n, self.initial)
-
-    @property
-    def participants(self) -> tuple[int, ...]:
-        """The clients that have a state of their own."""
-        return tuple(sorted(self._states))
-
-    def update(self, states: Mapping[int, Any]) -> None:
-        """Replace the states of some clients."""
-        self._states.update(states)
 
 
 @dataclass(eq=False, repr=False)

@@ -1,4 +1,4 @@
-"""What an executor is: something that carries out the local work of a round's clients."""
+"""What an executor is: something that carries out the local work of clients."""
 
 from __future__ import annotations
 
@@ -8,13 +8,25 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from fadamgc.algorithm import AnyAlgorithm
-from fadamgc.sim.problem import Buffers
+from fadamgc.sim.problem import Buffers, Problem
 from fadamgc.sim.sampling import Batches
+from fadamgc.sim.states import ClientStates
+
+
+class Plan(NamedTuple):
+    """How large a run is, as far as the choice of an executor depends on it."""
+
+    algorithm: AnyAlgorithm
+    rounds: int
+    sampled: int  # clients in a round
+    steps: int  # local steps of the client that takes most
+    batch: int  # samples in the largest batch
 
 
 class Round(NamedTuple):
     """What all clients of a round have in common."""
 
+    problem: Problem
     algorithm: AnyAlgorithm
     seed: int
     t: int  # number of the round, from 1
@@ -25,16 +37,22 @@ class Round(NamedTuple):
 class Job(NamedTuple):
     """One client's part in a round."""
 
+    round: Round
     client: int
-    state: Any  # the client's state before the round
+    states: ClientStates
     tracked: bool
     batches: Batches
+
+    @property
+    def state(self) -> Any:
+        """The client's state before the round; it may be read from a file, so ask once."""
+        return self.states[self.client]
 
 
 class Result(NamedTuple):
     """What came of a job."""
 
-    client: int
+    job: Job
     state: Any  # the client's state after the round
     up: Any  # what it sends
     buffers: Buffers
@@ -42,10 +60,10 @@ class Result(NamedTuple):
 
 
 class Executor(Protocol):
-    """Does the jobs of a round, in any order; the engine puts the results back in theirs."""
+    """Does jobs in any order; the engine puts the results back in theirs."""
 
     name: str
 
-    def run(self, round: Round, jobs: Sequence[Job]) -> Iterator[Result]:
+    def run(self, jobs: Sequence[Job]) -> Iterator[Result]:
         """Carry out the jobs; states and buffers given are not changed."""
         ...

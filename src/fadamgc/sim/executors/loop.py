@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fadamgc.errors import ClientError
-from fadamgc.sim.executors.base import Job, Result, Round
+from fadamgc.sim.executors.base import Job, Plan, Result
 from fadamgc.sim.problem import Problem
 from fadamgc.sim.sampling import FORWARD, torch_seed
 
@@ -18,52 +18,56 @@ class LoopExecutor:
 
     name = "loop"
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
+    def __init__(self, problem: Problem, plan: Plan | None = None) -> None:
+        self.problem, self.plan = problem, plan
 
-    def run(self, round: Round, jobs: Sequence[Job]) -> Iterator[Result]:
+    def run(self, jobs: Sequence[Job]) -> Iterator[Result]:
         """Carry out the jobs in the order given."""
         for job in jobs:
-            yield self.one(round, job)
+            yield one(job)
 
-    def one(self, round: Round, job: Job) -> Result:
-        """One client's round."""
-        *_, (_, result) = self.steps(round, job)
-        assert result is not None
-        return result
 
-    def first_nonfinite_step(self, round: Round, job: Job) -> int | None:
-        """Replay a client's round, and tell the first step (from 1) whose outcome is not finite."""
-        for k, (tensors, _) in enumerate(self.steps(round, job), start=1):
-            if not all(bool(torch.isfinite(t).all()) for t in tensors):
-                return min(k, len(job.batches.size))
-        return None
+def one(job: Job) -> Result:
+    """One client's round."""
+    *_, (_, result) = steps(job)
+    assert result is not None
+    return result
 
-    def steps(self, round: Round, job: Job) -> Iterator[tuple[tuple[Tensor, ...], Result | None]]:
-        """The client's round as a sequence: what each step left behind, then the result."""
-        algo, down, problem = round.algorithm, round.down, self.problem
-        K, start = len(job.batches.size), int(problem.start[job.client])
-        buffers = {name: value.clone() for name, value in round.buffers.items()}
-        g_x = None
-        if algo.round_gradient:
-            g_x = problem.whole_gradient(down.x, buffers, job.client, round.seed, round.t)
-        x, loss_sum = down.x, torch.zeros((), dtype=problem.dtype, device=problem.device)
-        local = algo.begin(down, job.state, g_x)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(torch_seed(round.seed, FORWARD, round.t, job.client))
-            for k in range(K):
-                rows = torch.from_numpy(job.batches.rows[k, : job.batches.size[k]] + start)
-                rows = rows.to(problem.device)
-                try:
-                    g, loss = problem.gradient(x, buffers, problem.inputs[rows], problem.targets[rows])
-                except Exception as error:
-                    raise ClientError(
-                        f"model or loss failed for client {job.client} in round {round.t}, "
-                        f"at local step {k + 1}, on a batch of {len(rows)}: {error}"
-                    ) from error
-                direction, local = algo.direction(down, job.state, local, g)
-                x = x - algo.eta_l * direction
-                loss_sum = loss_sum + loss
-                yield (x, *local), None
-        state, up = algo.finish(down, job.state, local, x, K, job.tracked)
-        yield (*state, *up), Result(job.client, state, up, buffers, loss_sum / K)
+
+def first_nonfinite_step(job: Job) -> int | None:
+    """Replay a client's round, and tell the first step (from 1) whose outcome is not finite."""
+    for k, (tensors, _) in enumerate(steps(job), start=1):
+        if not all(bool(torch.isfinite(t).all()) for t in tensors):
+            return min(k, len(job.batches.size))
+    return None
+
+
+def steps(job: Job) -> Iterator[tuple[tuple[Tensor, ...], Result | None]]:
+    """The client's round as a sequence: what each step left behind, then the result."""
+    round, client = job.round, job.state
+    algo, down, problem = round.algorithm, round.down, round.problem
+    K, start = len(job.batches.size), int(problem.start[job.client])
+    buffers = {name: value.clone() for name, value in round.buffers.items()}
+    g_x = None
+    if algo.round_gradient:
+        g_x = problem.whole_gradient(down.x, buffers, job.client, round.seed, round.t)
+    x, loss_sum = down.x, torch.zeros((), dtype=problem.dtype, device=problem.device)
+    local = algo.begin(down, client, g_x)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(torch_seed(round.seed, FORWARD, round.t, job.client))
+        for k in range(K):
+            rows = torch.from_numpy(job.batches.rows[k, : job.batches.size[k]] + start)
+            rows = rows.to(problem.device)
+            try:
+                g, loss = problem.gradient(x, buffers, problem.inputs[rows], problem.targets[rows])
+            except Exception as error:
+                raise ClientError(
+                    f"model or loss failed for client {job.client} in round {round.t}, "
+                    f"at local step {k + 1}, on a batch of {len(rows)}: {error}"
+                ) from error
+            direction, local = algo.direction(down, client, local, g)
+            x = x - algo.eta_l * direction
+            loss_sum = loss_sum + loss
+            yield (x, *local), None
+    state, up = algo.finish(down, client, local, x, K, job.tracked)
+    yield (*state, *up), Result(job, state, up, buffers, loss_sum / K)

@@ -1,9 +1,12 @@
 """A block of clients at once: one batched gradient for all of them in each step (torch.func).
 
-The clients of a block may have different amounts of data and different K. Two ways keep that exact:
-where loss and model treat the samples of a batch one by one, short batches are padded and the padding
-gets weight zero; where they do not (BatchNorm, a loss that is not a plain mean), only clients whose
-batches have the same sizes share a block.
+The clients of a block may belong to different runs (other seeds, other step sizes) and may have different
+amounts of data and different K. Two ways keep that exact: where loss and model treat the samples of a
+batch one by one, short batches are padded and the padding gets weight zero; where they do not (BatchNorm,
+a loss that is not a plain mean), only clients whose batches have the same sizes share a block.
+
+A whole local step (gradient, the algorithm's rules, update) is one graph, compiled where that pays. What
+comes out for a client does not depend on who else is in its block, nor on how large the block is.
 """
 
 from __future__ import annotations
@@ -11,160 +14,364 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.func import grad, grad_and_value, vmap
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from fadamgc.algorithm import Flag, Steps
+from fadamgc.algorithm import AnyAlgorithm
 from fadamgc.errors import FadamgcError, InputError
-from fadamgc.sim.executors.base import Job, Result, Round
-from fadamgc.sim.executors.loop import LoopExecutor
+from fadamgc.sim.cores import one_thread
+from fadamgc.sim.executors.base import Job, Plan, Result
+from fadamgc.sim.executors.graphs import compiled, compiler, liftable, lifted, record
+from fadamgc.sim.executors.loop import one
 from fadamgc.sim.problem import Buffers, Problem
 from fadamgc.task import cast
 
 log = logging.getLogger("fadamgc")
 
-MEMORY = 512 * 2**20  # bytes that the state of one block may take
-GRAPHS = 16  # traced graphs that are kept
-VECTORS = 12  # vectors of the model's size that a client needs while it trains, about
+VECTOR = 1 << 20  # bytes of one vector over a whole block: then a step's vectors stay in the cache
+LEAST = 8  # clients in a block even so
+BATCHES = 64 << 20  # bytes of mini-batches that are gathered at once
+GRAPHS = 24  # recorded graphs that are kept
+LONG = 1000  # local steps a run must plan for a compilation to pay
+
+
+class Given(NamedTuple):
+    """What a block of clients starts from; the first dimension is the client's, but for ``fixed``."""
+
+    hyper: list[Tensor]  # the algorithm's numbers that may differ within the block
+    fixed: Buffers
+    down: Any
+    client: Any
+    g_x: Tensor | None
+
+    def flat(self) -> list[Tensor]:
+        """All tensors, in the order of their fields."""
+        last = () if self.g_x is None else (self.g_x,)
+        return [*self.hyper, *self.fixed.values(), *self.down, *self.client, *last]
+
+
+class State(NamedTuple):
+    """What a local step changes."""
+
+    x: Tensor
+    local: Any
+    buffers: Buffers
+    loss: Tensor  # sum over the steps
+
+    def flat(self) -> list[Tensor]:
+        """All tensors, in the order of their fields."""
+        return [self.x, *self.local, *self.buffers.values(), self.loss]
+
+    def refilled(self, tensors: Sequence[Tensor]) -> State:
+        """The same fields with other tensors."""
+        x, *middle, loss = tensors
+        local = type(self.local)(*middle[: len(self.local)])
+        return State(x, local, dict(zip(self.buffers, middle[len(self.local) :], strict=True)), loss)
+
+
+class Batch(NamedTuple):
+    """One mini-batch of each client."""
+
+    inputs: Tensor
+    targets: Tensor
+    weight: Tensor | None = None  # of each sample, where batches are padded
+    active: Tensor | None = None  # who has a step to do, where not all have
+
+
+class Ended(NamedTuple):
+    """How a client's steps ended."""
+
+    K: Tensor
+    tracked: Tensor
+
+
+class _Kind(NamedTuple):
+    """Which algorithms may share a block: those with the same text."""
+
+    lifted: tuple[str, ...]
+    text: str
 
 
 class VectorizedExecutor:
-    """vmap over clients of the gradient of one; the algorithm's own text runs on the whole block.
+    """vmap over clients of one client's step; the algorithm's own text runs on the whole block.
 
     Args:
-        problem: the task as functions.
-        block: how many clients at once; None is as many as fit in a memory budget.
+        problem: the task as functions. Jobs may belong to other problems of the same model and loss.
+        plan: how large the run is.
+        block: how many clients at once; None is as many as are fast.
+        compile: whether steps become machine code; None is where a compiler is there and the run is
+            long enough for that to pay.
     """
 
     name = "vectorized"
 
-    def __init__(self, problem: Problem, block: int | None = None) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        plan: Plan | None = None,
+        block: int | None = None,
+        compile: bool | None = None,
+    ) -> None:
         if block is not None and block < 1:
             raise InputError(f"block={block} is not accepted; it must be at least 1")
         self.problem = problem
-        bytes_each = VECTORS * problem.flat.d * problem.x0.element_size()
-        self.block = block or max(1, MEMORY // bytes_each)
-        self._traced: dict[Any, Callable[..., Any]] = {}
+        self.batch = None if plan is None else plan.batch
+        bytes_each = problem.flat.d * problem.x0.element_size()
+        self.block = block or max(LEAST, VECTOR // bytes_each)
+        self._graphs: dict[Any, tuple[Callable[..., Any], Any]] = {}
+        self._kinds: dict[AnyAlgorithm, _Kind] = {}
         self._check()
         self.samplewise = self._is_samplewise()
+        if compile is None:
+            long = plan is not None and plan.rounds * plan.steps >= LONG
+            # Where samples depend on each other, blocks have many shapes, each of which would be compiled.
+            compile = long and self.samplewise and problem.device.type == "cpu"
+        self.compiled = compile and compiler() is not None
 
-    def run(self, round: Round, jobs: Sequence[Job]) -> Iterator[Result]:
+    def run(self, jobs: Sequence[Job]) -> Iterator[Result]:
         """Carry out the jobs, block by block."""
-        if self.samplewise:
-            groups = [list(jobs)]
-        else:
-            keyed = sorted(jobs, key=_sizes)
-            groups = [list(group) for _, group in groupby(keyed, key=_sizes)]
-        for group in groups:
-            for first in range(0, len(group), self.block):
-                block = group[first : first + self.block]
+        for group in self._groups(jobs):
+            blocks = -(-len(group) // self.block)
+            size = max(2, -(-len(group) // blocks))  # two at least: a block of one is another code path
+            for first in range(0, len(group), size):
+                block = group[first : first + size]
+                filled = block + block[-1:] * (size - len(block))  # equal sizes, so no new graph
                 try:
-                    yield from self._run_block(round, block)
+                    with one_thread():
+                        results = self._run_block(filled)[: len(block)]
                 except FadamgcError:
                     raise
                 except Exception:
                     for job in block:  # whose fault it was: replay one by one, which says so
-                        LoopExecutor(self.problem).one(round, job)
+                        one(job)
                     raise
+                yield from results
 
-    def _run_block(self, round: Round, jobs: list[Job]) -> Iterator[Result]:
-        algo, down, problem = round.algorithm, round.down, self.problem
-        C = len(jobs)
-        rows, weights = _stack_batches(jobs, problem, pad=self.samplewise)
-        if not self.samplewise:
-            weights = None  # the block has the same sizes throughout, and its batches are cut to them
+    def _groups(self, jobs: Sequence[Job]) -> Iterator[list[Job]]:
+        """Jobs that may share a block."""
+
+        def key(job: Job) -> Any:
+            shape = self._width(job) if self.samplewise else tuple(job.batches.size.tolist())
+            return self._kind(job.round.algorithm).text, shape
+
+        for _, group in groupby(sorted(jobs, key=key), key=key):
+            yield list(group)
+
+    def _kind(self, algorithm: AnyAlgorithm) -> _Kind:
+        if algorithm not in self._kinds:
+            names = liftable(algorithm)
+            self._kinds[algorithm] = _Kind(
+                names, repr(lifted(algorithm, dict.fromkeys(names, torch.empty(0))))
+            )
+        return self._kinds[algorithm]
+
+    def _run_block(self, jobs: list[Job]) -> list[Result]:
+        problem, algo = self.problem, jobs[0].round.algorithm
+        C, device = len(jobs), problem.device
         each = np.array([len(job.batches.size) for job in jobs])
-        K: Steps = int(each[0])
-        if (each != each[0]).any():
-            K = torch.from_numpy(each)[:, None].to(problem.x0)
-        flags = [job.tracked for job in jobs]
-        tracked: Flag = flags[0]
-        if len(set(flags)) > 1:
-            tracked = torch.tensor(flags, device=problem.device)[:, None]
-        client = _stack([job.state for job in jobs])
-        g_x = None
-        if algo.round_gradient:
-            g_x = torch.stack(
-                [
-                    problem.whole_gradient(down.x, round.buffers, job.client, round.seed, round.t)
-                    for job in jobs
-                ]
-            )
-        x = down.x.expand(C, -1)
-        buffers = {name: value.expand(C, *value.shape) for name, value in round.buffers.items()}
-        local = algo.begin(down, client, g_x)
-        loss_sum = torch.zeros(C, dtype=problem.dtype, device=problem.device)
-        for k in range(int(each.max())):
-            at = rows[:, k] if self.samplewise else rows[:, k, : int(jobs[0].batches.size[k])]
-            weight = None if weights is None else weights[:, k]
-            g, loss, new_buffers = self._gradient(x, buffers, problem.inputs[at], problem.targets[at], weight)
-            direction, new_local = algo.direction(down, client, local, g)
-            new_x = x - algo.eta_l * direction
-            if (each > k).all():
-                x, local, buffers, loss_sum = new_x, new_local, new_buffers, loss_sum + loss
-                continue
-            active = torch.from_numpy(each > k).to(problem.device)
-            x = _where(active, new_x, x)
-            local = type(local)(
-                *(_where(active, new, old) for new, old in zip(new_local, local, strict=True))
-            )
-            buffers = {name: _where(active, new, buffers[name]) for name, new in new_buffers.items()}
-            loss_sum = torch.where(active, loss_sum + loss, loss_sum)
-        state, up = algo.finish(down, client, local, x, K, tracked)
-        loss = loss_sum / torch.from_numpy(each).to(loss_sum)
-        for c, job in enumerate(jobs):
-            yield Result(
-                job.client,
+        hyper = [
+            [float(getattr(job.round.algorithm, name)) for job in jobs] for name in self._kind(algo).lifted
+        ]
+        given = Given(
+            hyper=list(torch.tensor(hyper, dtype=torch.float64, device=device)),
+            fixed=problem.fixed,
+            down=_stack([job.round.down for job in jobs]),
+            client=_stack([job.state for job in jobs]),
+            g_x=torch.stack([_whole_gradient(job) for job in jobs]) if algo.round_gradient else None,
+        )
+        graph, made = self._graph(algo, self._begin, given)
+        local = tree_unflatten(graph(*given.flat()), made)
+        state = State(
+            x=given.down.x.clone(),
+            local=type(local)(*(t.clone() for t in local)),
+            buffers={
+                name: torch.stack([job.round.buffers[name] for job in jobs]) for name in problem.buffers0
+            },
+            loss=torch.zeros(C, dtype=problem.dtype, device=device),
+        )
+        state = self._steps(algo, given, state, jobs, each)
+        ended = Ended(
+            K=torch.from_numpy(each).to(device, torch.float64),
+            tracked=torch.tensor([job.tracked for job in jobs], device=device),
+        )
+        graph, made = self._graph(algo, self._finish, given, state, ended)
+        kept, up = tree_unflatten(graph(*given.flat(), *state.flat(), *ended), made)
+        loss = state.loss / ended.K.to(problem.dtype)
+        return [
+            Result(
+                job,
                 # A copy: a row would keep the whole block in memory.
-                state=type(state)(*(t[c].clone() for t in state)),
+                state=type(kept)(*(t[c].clone() for t in kept)),
                 up=type(up)(*(t[c] for t in up)),
-                buffers={name: value[c] for name, value in buffers.items()},
+                buffers={name: value[c] for name, value in state.buffers.items()},
                 loss=loss[c],
             )
+            for c, job in enumerate(jobs)
+        ]
 
-    def _gradient(
-        self, x: Tensor, buffers: Buffers, inputs: Tensor, targets: Tensor, weight: Tensor | None
-    ) -> tuple[Tensor, Tensor, Buffers]:
-        """Gradients, losses and buffers of the block; its graph is traced once for each shape."""
-        key = (x.shape, inputs.shape, targets.shape, weight is None)
-        arguments = (x, buffers, inputs, targets, weight)
-        traced = self._traced.pop(key, None) or _trace(self._batched(weight), arguments)
-        self._traced[key] = traced  # now the youngest
-        if len(self._traced) > GRAPHS:
-            del self._traced[next(iter(self._traced))]
-        g, (loss, new_buffers) = traced(*arguments)
-        return g, loss, new_buffers
+    def _steps(
+        self, algo: AnyAlgorithm, given: Given, state: State, jobs: list[Job], each: NDArray[np.int64]
+    ) -> State:
+        """All local steps of a block. Compiled steps write into the state; others make a new one."""
+        front, tensors = given.flat(), state.flat()
+        least = int(each.min())
+        shape, graph = None, None
+        for k, batch in enumerate(self._batches(jobs)):
+            if k >= least:  # some clients have no more steps to do
+                batch = batch._replace(active=torch.from_numpy(each > k).to(self.problem.device))
+            if shape != (shape := (batch.targets.shape, batch.active is None)):
+                graph, _ = self._graph(algo, self._step, given, state.refilled(tensors), batch)
+            assert graph is not None
+            tensors = graph(*front, *tensors, *(t for t in batch if t is not None)) or tensors
+        return state.refilled(tensors)
 
-    def _batched(self, weight: Tensor | None) -> Callable[..., Any]:
-        one = grad_and_value(self._one, has_aux=True)
-        return vmap(one, in_dims=(0, 0, 0, 0, None if weight is None else 0), randomness="error")
+    def _batches(self, jobs: list[Job]) -> Iterator[Batch]:
+        """The mini-batches of a block, step by step; jobs of a block have the same ``_width``.
 
-    def _one(
-        self, x: Tensor, buffers: Buffers, inputs: Tensor, targets: Tensor, weight: Tensor | None
-    ) -> tuple[Tensor, Buffers]:
+        A batch has weights, its samples' shares of the mean, where clients' batches are padded. Padding
+        has weight 0 and repeats a row of the client's own, so that it is data like any other.
+        """
+        problem = self.problem
+        B, padded = self._width(jobs[0]) if self.samplewise else (jobs[0].batches.rows.shape[1], False)
+        K = max(len(job.batches.size) for job in jobs)
+        rows = np.zeros((K, len(jobs), B), dtype=np.int64)
+        size = np.full((K, len(jobs)), B, dtype=np.int64)
+        for c, job in enumerate(jobs):
+            k, b = job.batches.rows.shape
+            rows[:k, c, :b] = job.batches.rows
+            size[:k, c] = job.batches.size
+        weights: Sequence[Tensor | None] = [None] * K
+        if padded:
+            shares = (np.arange(B) < size[:, :, None]) / size[:, :, None]
+            weights = torch.from_numpy(shares).to(problem.x0).unbind()
+        sample = problem.inputs[:1].numel() * problem.inputs.element_size()
+        chunk = max(1, BATCHES // (len(jobs) * B * sample))
+        for first in range(0, K, chunk):
+            inputs, targets = _gather(jobs, rows[first : first + chunk])
+            together = zip(inputs.unbind(), targets.unbind(), weights[first : first + chunk], strict=True)
+            for k, (x, y, weight) in enumerate(together, start=first):
+                if self.samplewise:
+                    yield Batch(x, y, weight)
+                else:  # the block's batches have the same sizes
+                    yield Batch(x[:, : int(size[k, 0])], y[:, : int(size[k, 0])])
+
+    def _width(self, job: Job) -> tuple[int, bool]:
+        """How many samples a client's batches have with padding, and whether any has padding.
+
+        This depends on nothing but the job, so its bits do not depend on who else is there.
+        """
+        width = 1 << (job.batches.rows.shape[1] - 1).bit_length()  # few shapes, however the sizes vary
+        if self.batch is not None:
+            width = min(width, self.batch)
+        return width, bool((job.batches.size != width).any())
+
+    def _graph(
+        self, algo: AnyAlgorithm, function: Callable[..., Any], *arguments: Any
+    ) -> tuple[Callable[..., Any], Any]:
+        """A function of a block as a graph of tensors, recorded once for each shape of its arguments."""
+        given, batch = arguments[0], arguments[-1]
+        shapes = [None if t is None else t.shape for t in batch] if isinstance(batch, Batch) else []
+        key = (function.__name__, self._kind(algo).text, given.down.x.shape, *shapes)
+        graph = self._graphs.pop(key, None) or self._make_graph(algo, function, *arguments)
+        self._graphs[key] = graph  # now the youngest
+        if len(self._graphs) > GRAPHS:
+            del self._graphs[next(iter(self._graphs))]
+        return graph
+
+    def _make_graph(
+        self, algo: AnyAlgorithm, function: Callable[..., Any], *arguments: Any
+    ) -> tuple[Callable[..., Any], Any]:
+        flat, spec = tree_flatten(arguments)
+        tensors = [t for t in flat if isinstance(t, Tensor)]
+        made: Any = None
+
+        def fill(tensors: Sequence[Tensor]) -> Any:
+            values = iter(tensors)
+            return tree_unflatten([next(values) if isinstance(t, Tensor) else t for t in flat], spec)
+
+        def pure(*tensors: Tensor) -> list[Tensor]:
+            nonlocal made
+            out, made = tree_flatten(function(algo, *fill(tensors)))
+            return out
+
+        def in_place(*tensors: Tensor) -> list[Tensor]:
+            for old, new in zip(fill(tensors)[1].flat(), pure(*tensors), strict=True):
+                old.copy_(new)
+            return []
+
+        if function == self._step:
+            if self.compiled:
+                return compiled(record(in_place, tensors), tensors), None
+            return record(pure, tensors), None
+        # What happens once a round is worth a graph in long runs only.
+        pure(*tensors)
+        return (record(pure, tensors) if self.compiled else pure), made
+
+    # What one client does, for all clients of a block.
+
+    def _begin(self, algo: AnyAlgorithm, given: Given) -> Any:
+        def begin(hyper: list[Tensor], down: Any, client: Any, g_x: Tensor | None) -> Any:
+            return self._with(algo, hyper).begin(down, client, g_x)
+
+        dims = (0, 0, 0, None if given.g_x is None else 0)
+        return vmap(begin, in_dims=dims)(given.hyper, given.down, given.client, given.g_x)
+
+    def _step(self, algo: AnyAlgorithm, given: Given, state: State, batch: Batch) -> State:
+        def step(hyper: list[Tensor], down: Any, client: Any, old: State, batch: Batch) -> State:
+            here = self._with(algo, hyper)
+            gradient = grad_and_value(self._loss, has_aux=True)
+            g, (loss, buffers) = gradient(old.x, old.buffers, given.fixed, batch)
+            direction, local = here.direction(down, client, old.local, g)
+            new = State(old.x - here.eta_l * direction, local, buffers, old.loss + loss)
+            if batch.active is None:
+                return new
+            both = zip(new.flat(), old.flat(), strict=True)
+            return old.refilled([torch.where(batch.active, n, o) for n, o in both])
+
+        axes: Any = [None if part is None else 0 for part in batch]
+        batched = vmap(step, in_dims=(0, 0, 0, 0, Batch(*axes)), randomness="error")
+        result: State = batched(given.hyper, given.down, given.client, state, batch)
+        return result
+
+    def _finish(self, algo: AnyAlgorithm, given: Given, state: State, ended: Ended) -> Any:
+        def finish(hyper: list[Tensor], down: Any, client: Any, local: Any, x: Tensor, ended: Ended) -> Any:
+            return self._with(algo, hyper).finish(down, client, local, x, ended.K, ended.tracked)
+
+        return vmap(finish)(given.hyper, given.down, given.client, state.local, state.x, ended)
+
+    def _with(self, algo: AnyAlgorithm, hyper: list[Tensor]) -> AnyAlgorithm:
+        return lifted(algo, dict(zip(self._kind(algo).lifted, hyper, strict=True)))
+
+    def _loss(self, x: Tensor, buffers: Buffers, fixed: Buffers, batch: Batch) -> tuple[Tensor, Buffers]:
         """The loss of one client on one batch, as a pure function."""
         buffers = {name: value.clone() for name, value in buffers.items()}
-        if weight is None:
-            return self.problem.loss(x, buffers, inputs, targets), buffers
-        return (self.problem.sample_losses(x, buffers, inputs, targets) * weight).sum(), buffers
+        if batch.weight is None:
+            return self.problem.loss(x, buffers, batch.inputs, batch.targets, fixed), buffers
+        losses = self.problem.sample_losses(x, buffers, batch.inputs, batch.targets, fixed)
+        return (losses * batch.weight).sum(), buffers
 
     def _check(self) -> None:
         """Say now, and not in the first round, that a model cannot be batched over clients."""
         problem = self.problem
         client = int(problem.size.argmax())
-        rows = torch.arange(min(2, int(problem.size[client])), device=problem.device) + int(
-            problem.start[client]
-        )
+        start = int(problem.start[client])
+        rows = torch.arange(start, start + min(2, int(problem.size[client])), device=problem.device)
         twice = torch.stack([rows, rows])
         x = problem.x0.expand(2, -1)
         buffers = {name: value.expand(2, *value.shape) for name, value in problem.buffers0.items()}
+        pair = problem.inputs[twice], problem.targets[twice]
+
+        def gradient(x: Tensor, buffers: Buffers, pair: tuple[Tensor, Tensor]) -> Any:
+            return grad_and_value(self._loss, has_aux=True)(x, buffers, problem.fixed, Batch(*pair))
+
         try:
-            self._batched(None)(x, buffers, problem.inputs[twice], problem.targets[twice], None)
+            vmap(gradient, randomness="error")(x, buffers, pair)
         except Exception as error:
             reason = str(error).strip().splitlines()[0]
             raise InputError(
@@ -218,47 +425,30 @@ def _varied_rows(targets: Tensor) -> Tensor:
     return torch.tensor(sorted(rows), device=targets.device)
 
 
-def _trace(batched: Callable[..., Any], arguments: tuple[Any, ...]) -> Callable[..., Any]:
-    """The same operations as a recorded graph, without torch.func's work in Python at every call."""
-    try:
-        return make_fx(lambda *a: batched(*a))(*arguments)
-    except Exception as error:
-        # What vmap can do and the recorder cannot still runs, only slower.
-        log.info("executor vectorized: not traced (%s)", error)
-        return batched
-
-
-def _sizes(job: Job) -> tuple[int, ...]:
-    return tuple(job.batches.size.tolist())
-
-
 def _stack(states: list[Any]) -> Any:
     return type(states[0])(*(torch.stack(column) for column in zip(*states, strict=True)))
 
 
-def _where(active: Tensor, new: Tensor, old: Tensor) -> Tensor:
-    return torch.where(active.view(-1, *[1] * (new.ndim - 1)), new, old)
+def _whole_gradient(job: Job) -> Tensor:
+    problem, _, seed, t, down, buffers = job.round
+    return problem.whole_gradient(down.x, buffers, job.client, seed, t)
 
 
-def _stack_batches(jobs: list[Job], problem: Problem, pad: bool) -> tuple[Tensor, Tensor | None]:
-    """Rows of the problem's data, (C, K, B), and the weight of each sample in its batch's mean.
-
-    The weights are None where every batch of every client is full. Padding has weight 0 and repeats a
-    row of the client's own, so that it is data like any other.
-    """
-    K = max(len(job.batches.size) for job in jobs)
-    B = max(job.batches.rows.shape[1] for job in jobs)
-    if pad and any((job.batches.size != B).any() for job in jobs):
-        B = 1 << (B - 1).bit_length()  # few different shapes, however the sizes vary
-    rows = np.empty((len(jobs), K, B), dtype=np.int64)
-    size = np.full((len(jobs), K), B, dtype=np.int64)
+def _gather(jobs: list[Job], rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+    """The samples at rows (k, C, B) of each client's own data."""
+    problems = {id(job.round.problem): job.round.problem for job in jobs}
+    if len(problems) == 1:
+        (problem,) = problems.values()
+        return _at(problem, rows + problem.start[[job.client for job in jobs]][:, None])
+    columns = []
     for c, job in enumerate(jobs):
-        k, b = job.batches.rows.shape
-        rows[c] = problem.start[job.client]
-        rows[c, :k, :b] += job.batches.rows
-        size[c, :k] = job.batches.size
-    index = torch.from_numpy(rows).to(problem.device)
-    if (size == B).all():
-        return index, None
-    weights = (np.arange(B) < size[:, :, None]) / size[:, :, None]
-    return index, torch.from_numpy(weights).to(problem.x0)
+        problem = job.round.problem
+        columns.append(_at(problem, rows[:, c] + problem.start[job.client]))
+    inputs, targets = zip(*columns, strict=True)
+    return torch.stack(inputs, dim=1), torch.stack(targets, dim=1)
+
+
+def _at(problem: Problem, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+    at = torch.from_numpy(rows).to(problem.device)
+    inputs, targets = (torch.index_select(t, 0, at.view(-1)) for t in (problem.inputs, problem.targets))
+    return inputs.view(*rows.shape, *inputs.shape[1:]), targets.view(*rows.shape, *targets.shape[1:])
