@@ -79,6 +79,17 @@ class Problem:
         """How many clients there are."""
         return len(self.size)
 
+    @cached_property
+    def random(self) -> bool:
+        """Whether the model draws random numbers while it trains (dropout and the like)."""
+        rows = slice(int(self.start[self.size.argmax()]), None)
+        buffers = {name: value.clone() for name, value in self.buffers0.items()}
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(0)
+            before = torch.get_rng_state()
+            self.loss(self.x0, buffers, self.inputs[rows][:2].clone(), self.targets[rows][:2])
+            return not torch.equal(before, torch.get_rng_state())
+
     def _moving_buffers(self) -> set[str]:
         """Names of the buffers that a forward pass in training mode changes, and of those beside them.
 

@@ -11,6 +11,7 @@ from torch import nn
 from fadamgc.errors import InputError, nearest
 from fadamgc.sim.executors.base import Executor, Job, Plan, Result, Round
 from fadamgc.sim.executors.loop import LoopExecutor
+from fadamgc.sim.executors.threads import ThreadsExecutor
 from fadamgc.sim.executors.vectorized import VectorizedExecutor
 from fadamgc.sim.problem import Problem
 
@@ -22,6 +23,7 @@ __all__ = [
     "Plan",
     "Result",
     "Round",
+    "ThreadsExecutor",
     "VectorizedExecutor",
     "make_executor",
 ]
@@ -30,6 +32,7 @@ ExecutorChoice: TypeAlias = str | Callable[[Problem], Executor]
 
 EXECUTORS: dict[str, Callable[[Problem, Plan], Executor]] = {
     "loop": LoopExecutor,
+    "threads": ThreadsExecutor,
     "vectorized": VectorizedExecutor,
 }
 SMALL = 1_000_000  # parameters up to which a batch of clients pays on a CPU

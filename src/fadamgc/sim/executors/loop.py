@@ -61,13 +61,18 @@ def steps(job: Job) -> Iterator[tuple[tuple[Tensor, ...], Result | None]]:
             try:
                 g, loss = problem.gradient(x, buffers, problem.inputs[rows], problem.targets[rows])
             except Exception as error:
-                raise ClientError(
-                    f"model or loss failed for client {job.client} in round {round.t}, "
-                    f"at local step {k + 1}, on a batch of {len(rows)}: {error}"
-                ) from error
+                raise failure(job, k, len(rows), error) from error
             direction, local = algo.direction(down, client, local, g)
             x = x - algo.eta_l * direction
             loss_sum = loss_sum + loss
             yield (x, *local), None
     state, up = algo.finish(down, client, local, x, K, job.tracked)
     yield (*state, *up), Result(job, state, up, buffers, loss_sum / K)
+
+
+def failure(job: Job, k: int, size: int, error: Exception) -> ClientError:
+    """What to say of a model or loss that failed at step k (from 0) of a client."""
+    return ClientError(
+        f"model or loss failed for client {job.client} in round {job.round.t}, "
+        f"at local step {k + 1}, on a batch of {size}: {error}"
+    )

@@ -1,0 +1,332 @@
+"""One client a thread, with one thread inside each operation: for models whose operations are large.
+
+Two threads that train two clients leave no core idle, whereas two threads inside every operation wait for
+each other all the time. Pictures lie with their channels last, which convolutions like; the rules of the
+algorithm run in place over the flat vectors. What comes out does not depend on how many threads there are.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fadamgc.algorithm import AnyAlgorithm
+from fadamgc.errors import InputError
+from fadamgc.sim.executors.base import Job, Plan, Result
+from fadamgc.sim.executors.graphs import compiled, liftable, lifted, pointwise, record
+from fadamgc.sim.executors.loop import failure
+from fadamgc.sim.problem import Problem
+from fadamgc.sim.sampling import FORWARD, torch_seed
+
+PIECE = 1 << 15  # numbers of a vector that go through all rules at once, so that they stay in the cache
+LARGE = 100_000  # numbers in a model, from which on
+MANY = 200  # client-steps are worth the compilation of the rules
+
+
+class ThreadsExecutor:
+    """Clients dealt out to threads beforehand; a thread that is done takes over another's last client.
+
+    Args:
+        problem: the task as functions. Jobs may belong to other problems of the same model and loss.
+        plan: how large the run is.
+        workers: threads; None is one for each core.
+        compile: whether the rules become machine code, which changes no bit; None is where it pays.
+    """
+
+    name = "threads"
+
+    def __init__(
+        self,
+        problem: Problem,
+        plan: Plan | None = None,
+        workers: int | None = None,
+        compile: bool | None = None,
+    ) -> None:
+        if workers is not None and workers < 1:
+            raise InputError(f"workers={workers} is not accepted; it must be a whole number >= 1")
+        if problem.device.type != "cpu":
+            raise InputError(f"executor='threads' runs on the CPU, not on device={str(problem.device)!r}")
+        self.problem = problem
+        self.workers = workers or os.cpu_count() or 1
+        if compile is None:
+            compile = (
+                plan is not None
+                and problem.flat.d >= LARGE
+                and plan.rounds * plan.sampled * plan.steps >= MANY
+            )
+        self.compile = compile
+        self._rules: dict[AnyAlgorithm, Rules] = {}
+        self._lock = threading.Lock()
+        self._places: SimpleQueue[Place] = SimpleQueue()
+        for _ in range(self.workers):
+            self._places.put(Place(problem))
+        before = torch.get_num_threads()
+        self._pool = ThreadPoolExecutor(
+            self.workers, thread_name_prefix="fadamgc", initializer=torch.set_num_threads, initargs=(1,)
+        )
+        self._pool.submit(int).result()  # the first thread starts now, and with it the count of all new ones
+        torch.set_num_threads(before)
+
+    def run(self, jobs: Sequence[Job]) -> Iterator[Result]:
+        """Carry out the jobs; results come as they are ready."""
+        for job in jobs:
+            self._rules_of(job.round.algorithm)
+        hands = deal(jobs, self.workers)
+        done: SimpleQueue[Result | BaseException] = SimpleQueue()
+        stop = threading.Event()
+        futures = [self._pool.submit(self._work, hands, i, done, stop) for i in range(len(hands))]
+        try:
+            for _ in jobs:
+                result = done.get()
+                if isinstance(result, BaseException):
+                    raise result
+                yield result
+        finally:
+            stop.set()
+            for future in futures:
+                future.result()
+
+    def _work(
+        self,
+        hands: list[deque[Job]],
+        own: int,
+        done: SimpleQueue[Result | BaseException],
+        stop: threading.Event,
+    ) -> None:
+        place = self._places.get()
+        try:
+            while not stop.is_set() and (job := take(hands, own)) is not None:
+                result = place.one(job, self._rules[job.round.algorithm], self._lock, stop)
+                if result is not None:
+                    done.put(result)
+        except BaseException as error:  # for the thread that waits
+            done.put(error)
+        finally:
+            self._places.put(place)
+
+    def _rules_of(self, algorithm: AnyAlgorithm) -> Rules:
+        if algorithm not in self._rules:
+            self._rules[algorithm] = Rules(algorithm, self.compile)
+        return self._rules[algorithm]
+
+
+def deal(jobs: Sequence[Job], workers: int) -> list[deque[Job]]:
+    """Jobs for each worker, so that all have about the same to do."""
+    hands: list[deque[Job]] = [deque() for _ in range(min(workers, len(jobs)))]
+    load = [0] * len(hands)
+    for job in sorted(jobs, key=lambda job: -int(job.batches.size.sum())):
+        least = load.index(min(load))
+        hands[least].append(job)
+        load[least] += int(job.batches.size.sum())
+    return hands
+
+
+def take(hands: list[deque[Job]], own: int) -> Job | None:
+    """The next job of one's own, else the last of whoever has most left, else None."""
+    try:
+        return hands[own].popleft()
+    except IndexError:
+        pass
+    for hand in sorted(hands, key=len, reverse=True):
+        try:
+            return hand.pop()
+        except IndexError:
+            continue
+    return None
+
+
+class Place:
+    """Where a thread works: a module of its own, whose parameters are views of one flat vector."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.module = copy.deepcopy(problem.module).train()
+        self.x, self.g = torch.empty_like(problem.x0), torch.empty_like(problem.x0)
+        named = dict(self.module.named_parameters())
+        self.parameters = [named[name] for name in problem.flat.names]
+        for parameter, view in zip(self.parameters, problem.flat.unflatten(self.x).values(), strict=True):
+            parameter.data = view
+            parameter.requires_grad_()
+        self.g_views = list(problem.flat.unflatten(self.g).values())
+        convolutions = any(isinstance(m, nn.Conv2d) for m in self.module.modules())
+        self.channels_last = convolutions and problem.inputs.ndim == 4 and problem.dtype == torch.float32
+
+    def one(self, job: Job, rules: Rules, lock: threading.Lock, stop: threading.Event) -> Result | None:
+        """One client's round; None if it is to stop."""
+        round, client = job.round, job.state
+        algo, down, problem = round.algorithm, round.down, round.problem
+        self._take_up(problem)
+        g_x = None
+        if algo.round_gradient:
+            with lock:  # it uses the problem's own module
+                g_x = problem.whole_gradient(down.x, round.buffers, job.client, round.seed, round.t)
+        local = algo.begin(down, client, g_x)
+        local = type(local)(*(t.clone() for t in local))  # the rules write into it
+        self.x.copy_(down.x)
+        self._set_buffers(round.buffers)
+        loss_sum = torch.zeros((), dtype=problem.dtype)
+        K, start = len(job.batches.size), int(problem.start[job.client])
+        generator = torch.Generator().manual_seed(torch_seed(round.seed, FORWARD, round.t, job.client))
+        with DrawFrom(generator) if problem.random else nullcontext():
+            for k in range(K):
+                if stop.is_set():
+                    return None
+                rows = torch.from_numpy(job.batches.rows[k, : job.batches.size[k]] + start)
+                try:
+                    loss_sum += self._gradient(problem.inputs[rows], problem.targets[rows])
+                except Exception as error:
+                    raise failure(job, k, len(rows), error) from error
+                with torch.no_grad():
+                    rules.step(down, client, self.x, local, self.g)
+        with torch.no_grad():
+            state, up = algo.finish(down, client, local, self.x, K, job.tracked)
+            state, up = (type(t)(*map(self._own, t)) for t in (state, up))
+            named = dict(self.module.named_buffers())
+            buffers = {name: named[name].detach().clone() for name in round.buffers}
+        return Result(job, state, up, buffers, loss_sum / K)
+
+    def _gradient(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """The loss on a batch; its gradient is in g."""
+        if self.channels_last:
+            inputs = inputs.contiguous(memory_format=torch.channels_last)
+        with torch.enable_grad():
+            loss = self.problem.task.loss(self.module(inputs), targets)
+            gradients: tuple[Tensor | None, ...] = torch.autograd.grad(
+                loss, self.parameters, allow_unused=True
+            )
+        for view, g in zip(self.g_views, gradients, strict=True):
+            if g is None:
+                view.zero_()
+            else:
+                view.copy_(g)
+        return loss.detach()
+
+    def _take_up(self, problem: Problem) -> None:
+        """Another problem of the same model may have other constants."""
+        if problem is self.problem:
+            return
+        self.problem = problem
+        self._set_buffers(problem.fixed)
+
+    @torch.no_grad()
+    def _set_buffers(self, values: dict[str, Tensor]) -> None:
+        own = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+        for name, value in values.items():
+            if own[name].shape == value.shape:
+                own[name].copy_(value)
+            else:
+                parent, _, last = name.rpartition(".")
+                setattr(self.module.get_submodule(parent), last, value.clone())
+
+    def _own(self, t: Tensor) -> Tensor:
+        """A tensor that stays as it is when this place goes on to the next client."""
+        mine = (self.x.untyped_storage().data_ptr(), self.g.untyped_storage().data_ptr())
+        return t.clone() if t.untyped_storage().data_ptr() in mine else t
+
+
+class Rules:
+    """An algorithm's local step on flat vectors, in place.
+
+    The rules of an algorithm are a dozen passes over the vectors. Where each number depends only on those
+    at its own place, all passes are done over a short piece at a time, or compiled into one.
+    """
+
+    def __init__(self, algorithm: AnyAlgorithm, compile: bool) -> None:
+        self.algorithm, self.compile = algorithm, compile
+        self.names = liftable(algorithm) if compile else ()
+        self.hyper = [torch.tensor(float(getattr(algorithm, n)), dtype=torch.float64) for n in self.names]
+        self.graph: Callable[..., Any] | None = None
+        self.pieces = False
+        self.lock = threading.Lock()
+
+    def step(self, down: Any, client: Any, x: Tensor, local: Any, g: Tensor) -> None:
+        """``x`` and ``local`` after one step with gradient ``g``."""
+        tensors = [*self.hyper, *down, *client, x, *local, g]
+        with self.lock:
+            if self.graph is None:
+                self._make(Shape(len(self.hyper), down, client, local), tensors)
+        assert self.graph is not None
+        if not self.pieces:
+            self.graph(*tensors)
+            return
+        d = len(x)
+        for first in range(0, d, PIECE):
+            self.graph(*(t[first : first + PIECE] if t.shape == x.shape else t for t in tensors))
+
+    def _make(self, shape: Shape, tensors: list[Tensor]) -> None:
+        def pure(*tensors: Tensor) -> list[Tensor]:
+            hyper, down, client, x, local, g = shape.fill(tensors)
+            algo = self.algorithm
+            if self.names:
+                algo = lifted(algo, dict(zip(self.names, hyper, strict=True)))
+            direction, new = algo.direction(down, client, local, g)
+            return [x - algo.eta_l * direction, *new]
+
+        def in_place(*tensors: Tensor) -> list[Tensor]:
+            _, _, _, x, local, _ = shape.fill(tensors)
+            for old, new in zip((x, *local), pure(*tensors), strict=True):
+                old.copy_(new)
+            return []
+
+        few = [t[:8] if t.shape == shape.of(tensors).shape else t for t in tensors]
+        self.pieces = pointwise(record(pure, few))
+        self.graph = in_place
+        if self.compile:
+            graph = record(in_place, tensors)
+            code = compiled(graph, tensors)
+            if code is not graph:
+                self.graph, self.pieces = code, False
+
+
+class Shape(NamedTuple):
+    """How the arguments of a step lie in a list of tensors."""
+
+    hyper: int
+    down: Any
+    client: Any
+    local: Any
+
+    def fill(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+        """The arguments of a step."""
+        rest = iter(tensors)
+        hyper = [next(rest) for _ in range(self.hyper)]
+        down = type(self.down)(*(next(rest) for _ in self.down))
+        client = type(self.client)(*(next(rest) for _ in self.client))
+        x = next(rest)
+        local = type(self.local)(*(next(rest) for _ in self.local))
+        return hyper, down, client, x, local, next(rest)
+
+    def of(self, tensors: Sequence[Tensor]) -> Tensor:
+        """x among the tensors."""
+        x: Tensor = self.fill(tensors)[3]
+        return x
+
+
+class DrawFrom(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Random numbers of this thread come from a generator of its own, not from the one of all threads."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.generator = generator
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """The operation, with the generator if it takes one."""
+        kwargs = dict(kwargs or {})
+        if any(argument.name == "generator" for argument in func._schema.arguments):
+            kwargs["generator"] = self.generator
+        elif torch.Tag.nondeterministic_seeded in func.tags:
+            raise InputError(
+                f"executor='threads' cannot give {func} random numbers of its own; use executor='loop'"
+            )
+        return func(*args, **kwargs)
