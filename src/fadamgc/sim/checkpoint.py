@@ -14,6 +14,7 @@ from fadamgc.sim.run import Run, read_run, write_run
 from fadamgc.sim.settings import Settings
 
 NAME = "checkpoint"
+STATES = "states"  # folder of clients' states that are kept in files
 
 
 def open_checkpoint(
@@ -27,7 +28,9 @@ def open_checkpoint(
         raise CheckpointError(
             f"{store} already holds a checkpoint; pass resume=True to go on from it, or give another folder"
         )
-    saved = read_run(store, NAME, algorithm=algorithm, expected=identity["algorithm"])
+    saved = read_run(
+        store, NAME, algorithm=algorithm, expected=identity["algorithm"], states_in=store / STATES
+    )
     done = len(saved.history)
     for key, here in identity.items():
         there, here = saved.settings.get(key), as_json(here)
@@ -49,7 +52,7 @@ def open_checkpoint(
 
 def write_checkpoint(store: Path, run: Run) -> None:
     """Replace the checkpoint in a folder."""
-    write_run(store, NAME, run)
+    write_run(store, NAME, run, states_in=store / STATES)
 
 
 def _difference(store: Path, key: str, there: Any, here: Any) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import reprlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import index
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -17,7 +18,7 @@ from fadamgc.algorithm import Algorithm, AnyAlgorithm, Cohort, add
 from fadamgc.algorithms import algorithm_name
 from fadamgc.errors import InputError, NonFiniteError
 from fadamgc.sim.aggregate import Sums, finite, in_order
-from fadamgc.sim.checkpoint import open_checkpoint, write_checkpoint
+from fadamgc.sim.checkpoint import STATES, open_checkpoint, write_checkpoint
 from fadamgc.sim.cost import CostModel, Work, traffic
 from fadamgc.sim.executors import EXECUTORS, ExecutorChoice, Job, Plan, Result, Round, make_executor
 from fadamgc.sim.executors.loop import first_nonfinite_step
@@ -26,8 +27,10 @@ from fadamgc.sim.progress import progress_bar
 from fadamgc.sim.run import Record, Run, environment
 from fadamgc.sim.sampling import Draw, batches
 from fadamgc.sim.settings import Settings
-from fadamgc.sim.states import ClientStates
+from fadamgc.sim.states import ClientStates, FileStates, too_large
 from fadamgc.task import Task
+
+log = logging.getLogger("fadamgc")
 
 
 class RoundEnd(NamedTuple):
@@ -62,6 +65,7 @@ def simulate(
     dtype: torch.dtype | None = None,
     device: str | torch.device | None = None,
     executor: ExecutorChoice = "auto",
+    states: Literal["auto", "memory", "files"] = "auto",
     progress: bool = True,
     callbacks: Sequence[Callback] = (),
     checkpoint: str | Path | None = None,
@@ -91,7 +95,11 @@ def simulate(
         cost: how rounds are priced; a finished run can be priced again.
         dtype: of model and data; None is the model's.
         device: where to compute; None is the model's.
-        executor: "auto", "loop" or "vectorized".
+        executor: "loop" (one client at a time: the reference), "threads" (one client a thread),
+            "vectorized" (a block of clients at once, compiled in long runs), or "auto" (the fastest of
+            them by a rule and, in long runs, by timing; ``run.settings["executor"]`` says which).
+        states: where the clients' states are between rounds: "memory", "files" (in the checkpoint's
+            folder, or in a temporary one), or "auto" (files if they would take half of the memory).
         progress: show a progress bar, where there is a terminal to show it on.
         callbacks: functions of a RoundEnd, called after each round; one that returns True ends the run.
         checkpoint: a folder to keep the state of the run in.
@@ -148,7 +156,7 @@ def simulate(
     cost.check(task.n)
     store = None if checkpoint is None else Path(checkpoint)
     with torch.inference_mode(False):
-        engine = Engine(algorithm, task, settings, cost, device, executor, store, resume)
+        engine = Engine(algorithm, task, settings, cost, device, executor, store, resume, states)
         with progress_bar(
             progress, f"{algorithm.title} on {task.name}", settings.rounds, engine.t
         ) as advance:
@@ -173,6 +181,7 @@ class Engine:
         executor: ExecutorChoice,
         store: Path | None,
         resume: bool,
+        states: str = "auto",
     ) -> None:
         self.algorithm, self.task, self.settings, self.cost = algorithm, task, settings, cost
         self.store, self.stored = store, -1
@@ -183,6 +192,7 @@ class Engine:
         self.history: list[Record] = []
         self.buffers = self.problem.buffers0
         self.setup: tuple[Work, ...] = ()
+        self.states = self._where(states)
         saved = None
         if store is not None:
             saved = open_checkpoint(store, resume, self.identity(), algorithm, settings)
@@ -207,8 +217,10 @@ class Engine:
         """Go on where another run was."""
         device = self.problem.device
         self.server = _to(saved.server, device)
-        states = {i: _to(saved.clients[i], device) for i in saved.clients.participants}
-        self.clients = ClientStates(self.problem.n, _to(saved.clients.initial, device), states)
+        self.clients = saved.clients
+        if not isinstance(saved.clients, FileStates):
+            states = {i: _to(saved.clients[i], device) for i in saved.clients.participants}
+            self.clients = self._client_states(_to(saved.clients.initial, device), states)
         self.buffers = {name: value.to(device) for name, value in saved.buffers.items()}
         self.history = saved.reprice(self.cost).history
         self.t = self.stored = len(saved.history)
@@ -218,17 +230,39 @@ class Engine:
         algo, problem, n = self.algorithm, self.problem, self.problem.n
         if not algo.init_gradient:
             self.server = algo.init_server(problem.x0)
-            self.clients = ClientStates(n, algo.init_client(problem.x0))
+            self.clients = self._client_states(algo.init_client(problem.x0))
             return
-        total, states = torch.zeros_like(problem.x0), {}
+        total = torch.zeros_like(problem.x0)
+        self.clients = self._client_states(algo.init_client(problem.x0))
         for i in range(n):
             g = problem.whole_gradient(problem.x0, self.buffers, i, self.settings.seed, 0)
-            states[i] = algo.init_client(problem.x0, g)
+            self.clients.update({i: self.clients.stage(algo.init_client(problem.x0, g))})
             total = total + (g if self.weights is None else g * self.weights[i])
         self.server = algo.init_server(problem.x0, total / n)
-        self.clients = ClientStates(n, algo.init_client(problem.x0), states)
         vector = problem.x0.numel() * problem.x0.element_size()
         self.setup = (Work(tuple(range(n)), tuple(map(self._pass, range(n))), (vector,) * n, (vector,) * n),)
+
+    def _where(self, states: str) -> str:
+        """Where the clients' states are to be."""
+        if states not in ("auto", "memory", "files"):
+            raise InputError(f"states={states!r} is not accepted; it must be 'auto', 'memory' or 'files'")
+        if states != "auto":
+            return states
+        plan, algo, meta = self.plan(), self.algorithm, self.problem.x0.to("meta")
+        most = self.problem.n if algo.init_gradient else min(self.problem.n, plan.rounds * plan.sampled)
+        if not too_large(algo.init_client(meta), most):
+            return "memory"
+        log.info("states auto: files, because the states of %d clients would not fit in memory", most)
+        return "files"
+
+    def _client_states(self, initial: Any, states: Mapping[int, Any] | None = None) -> ClientStates:
+        if self.states == "memory":
+            return ClientStates(self.problem.n, initial, states)
+        folder = None if self.store is None else self.store / STATES
+        made = FileStates(self.problem.n, initial, folder, checked=self.store is not None)
+        for i, state in (states or {}).items():
+            made.update({i: made.stage(state)})
+        return made
 
     def _pass(self, client: int) -> int:
         """How many steps one pass over a client's data costs."""
@@ -259,15 +293,27 @@ class Engine:
         t, settings, problem, algo = self.t + 1, self.settings, self.problem, self.algorithm
         who = settings.who(t, problem.n)
         tracked = set(who.tracked)
+        if t < settings.rounds:
+            self.clients.expect(settings.who(t + 1, problem.n).sampled)
         round = Round(problem, algo, settings.seed, t, algo.broadcast(self.server), self.buffers)
         return [self._job(round, i, i in tracked) for i in who.sampled]
 
     def end(self, jobs: Sequence[Job], results: Iterable[Result]) -> Record:
         """Take in what came of the jobs. If that fails, the state is that before the round."""
+        staged: dict[int, Any] = {}
+        try:
+            record = self._end(jobs, results, staged)
+        except BaseException:
+            self.clients.drop(staged.values())
+            raise
+        self.clients.update(staged)
+        self.history.append(record)
+        return record
+
+    def _end(self, jobs: Sequence[Job], results: Iterable[Result], staged: dict[int, Any]) -> Record:
         t, settings, problem, algo = self.t + 1, self.settings, self.problem, self.algorithm
         total: Any = None
         sums = Sums()
-        states: dict[int, Any] = {}
         dropped: list[int] = []
         for result in in_order(results, jobs):
             job = result.job
@@ -280,9 +326,9 @@ class Engine:
             up = result.up if self.weights is None else type(result.up)(*(weight * f for f in result.up))
             total = up if total is None else add(total, up)
             sums.add(weight, len(job.batches.size), result)
-            states[job.client] = result.state
+            staged[job.client] = self.clients.stage(result.state)
         server, buffers = self.server, self.buffers
-        if states:
+        if staged:
             cohort = Cohort(n=problem.n, S=sums.S, K=sums.steps / sums.S)
             server = algo.aggregate(server, total, cohort)
             buffers = sums.mean_buffers(self.buffers)
@@ -307,8 +353,6 @@ class Engine:
             work=work,
         )
         self.server, self.buffers, self.t = server, buffers, t
-        self.clients.update(states)
-        self.history.append(record)
         return record
 
     def _job(self, round: Round, client: int, tracked: bool) -> Job:

@@ -23,7 +23,7 @@ from fadamgc.files import read_bundle, write_bundle
 from fadamgc.flat import Flat
 from fadamgc.sim.cost import CostModel, Work
 from fadamgc.sim.problem import Buffers
-from fadamgc.sim.states import ClientStates
+from fadamgc.sim.states import ClientStates, FileStates
 from fadamgc.task import Task
 
 if TYPE_CHECKING:
@@ -175,13 +175,16 @@ def load_run(path: str | Path, task: Task | None = None) -> Run:
     return read_run(Path(path), "run", task)
 
 
-def write_run(folder: Path, name: str, run: Run, *, states: bool = True) -> None:
-    """Write a run, finished or not, as a bundle."""
+def write_run(
+    folder: Path, name: str, run: Run, *, states: bool = True, states_in: Path | None = None
+) -> None:
+    """Write a run, finished or not, as a bundle; clients' states in files of that folder stay there."""
     tensors: dict[str, Tensor] = {}
+    apart = isinstance(run.clients, FileStates) and run.clients.folder == states_in
     if states:
         tensors |= _pack("server", run.server)
         tensors |= _pack("initial", run.clients.initial)
-        for i in run.clients.participants:
+        for i in () if apart else run.clients.participants:
             tensors |= _pack(f"client.{i}", run.clients[i])
         tensors |= {f"buffer.{key}": value for key, value in run.buffers.items()}
     content = {
@@ -192,9 +195,12 @@ def write_run(folder: Path, name: str, run: Run, *, states: bool = True) -> None
         "n": run.clients.n,
         "participants": run.clients.participants,
         "has_states": states,
+        "slots": run.clients.table() if isinstance(run.clients, FileStates) and apart else None,
         "history": [record.to_json() for record in run.history],
     }
     write_bundle(folder, name, content, tensors)
+    if isinstance(run.clients, FileStates) and apart:
+        run.clients.saved()
 
 
 def read_run(
@@ -203,10 +209,12 @@ def read_run(
     task: Task | None = None,
     algorithm: AnyAlgorithm | None = None,
     expected: str | None = None,
+    states_in: Path | None = None,
 ) -> Run:
     """Read a run, finished or not, from a bundle.
 
     An algorithm of the caller's, known there by the ``expected`` name, stands in for a registered one.
+    ``states_in`` is the folder of clients' states that were kept in files.
     """
     body, tensors = read_bundle(folder, name)
     settings = body["settings"]
@@ -226,8 +234,11 @@ def read_run(
         like = example(algorithm, torch.empty(0))
         server = _unpack("server", like.server, tensors)
         initial = _unpack("initial", like.client, tensors)
-        states = {i: _unpack(f"client.{i}", initial, tensors) for i in body["participants"]}
-        clients = ClientStates(body["n"], initial, states)
+        if body.get("slots") is None:
+            states = {i: _unpack(f"client.{i}", initial, tensors) for i in body["participants"]}
+            clients = ClientStates(body["n"], initial, states)
+        else:
+            clients = FileStates(body["n"], initial, states_in, checked=True, slots=body["slots"])
         buffers = {k.removeprefix("buffer."): v for k, v in tensors.items() if k.startswith("buffer.")}
     return Run(
         algorithm=algorithm,

@@ -1,0 +1,78 @@
+"""The rivals' environments: ``.bench/pfl`` and ``.bench/flower`` under the root, made when they are needed.
+
+python benchmarks/environments.py [pfl] [flower]
+"""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+FOLDER = ROOT / ".bench"
+TORCH = "torch==2.13.0"
+RIVALS = ("pfl", "flower")
+
+
+class NoEnvironmentError(RuntimeError):
+    """An environment could not be made; the message says why."""
+
+
+def python_of(name: str) -> Path:
+    """The interpreter of an environment; "own" is the one that runs this."""
+    return Path(sys.executable) if name == "own" else FOLDER / name / "bin" / "python"
+
+
+def ensure(name: str) -> Path:
+    """Make an environment unless it is there in its present version; returns its interpreter."""
+    python = python_of(name)
+    if name == "own":
+        _check_torch(python)
+        return python
+    requirements = HERE / f"requirements-{name}.txt"
+    wanted = hashlib.sha256(TORCH.encode() + requirements.read_bytes()).hexdigest()
+    stamp = FOLDER / name / "installed"
+    if not (stamp.exists() and stamp.read_text() == wanted):
+        say(f"making the environment {name} (once): torch, then {requirements.name}")
+        _make(python, requirements)
+        stamp.write_text(wanted)
+    _check_torch(python)
+    return python
+
+
+def _make(python: Path, requirements: Path) -> None:
+    FOLDER.mkdir(exist_ok=True)
+    (FOLDER / ".gitignore").write_text("*\n")
+    venv.create(python.parent.parent, with_pip=True, clear=True)
+    _run(python, "-m", "pip", "install", "--quiet", TORCH)  # first, so that nothing brings another build
+    _check_torch(python)
+    _run(python, "-m", "pip", "install", "--quiet", "--requirement", str(requirements))
+
+
+def _check_torch(python: Path) -> None:
+    """Refuse a build of torch for GPUs: rivals have been known to bring one along."""
+    version = _run(python, "-c", "import torch; print(torch.__version__)").strip()
+    if not version.endswith("+cpu"):
+        raise NoEnvironmentError(f"torch is {version} in {python.parent.parent.name}, not a CPU build")
+
+
+def _run(python: Path, *arguments: str) -> str:
+    done = subprocess.run([str(python), *arguments], capture_output=True, text=True, check=False)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise NoEnvironmentError(f"{' '.join(arguments[:3])} failed: {last}")
+    return done.stdout
+
+
+def say(message: str) -> None:
+    """Progress, apart from the results."""
+    print(message, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    for chosen in sys.argv[1:] or RIVALS:
+        say(f"{chosen}: {ensure(chosen)}")

@@ -1,0 +1,290 @@
+"""The table and the chart, from saved results alone.
+
+python benchmarks/report.py results/benchmarks/results.json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import mean, median
+from typing import Any, NamedTuple
+
+Results = dict[str, Any]
+GB, KB = 2**30, 2**10
+
+
+class Line(NamedTuple):
+    """One system in one group, in numbers."""
+
+    label: str
+    name: str
+    seconds: float  # of a round: median over repeats
+    low: float
+    high: float
+    ratio: float  # how many times as fast as the bare loop: median over repeats
+    ratio_low: float
+    ratio_high: float
+    start: float  # seconds from the start of the process to the end of its first round
+    peak: int  # bytes
+    idle: float  # CPU used while others had their turn
+    version: str
+
+
+class Missing(NamedTuple):
+    """A system that was not measured."""
+
+    label: str
+    name: str
+    reason: str
+
+
+def per_repeat(system: Results) -> list[float]:
+    """Seconds of a round in each repeat."""
+    return [mean(turn["seconds"]) for turn in system["turns"] if turn["counts"]]
+
+
+def ratios(system: Results, yardstick: Results) -> list[float]:
+    """How many times as fast as the yardstick, in each repeat."""
+    pairs = zip(per_repeat(yardstick), per_repeat(system), strict=True)
+    return [reference / own for reference, own in pairs]
+
+
+def lines(group: Results) -> Iterator[Line | Missing]:
+    """The rows of a group's table."""
+    bare = next((s for s in group["systems"] if s["name"] == "bare" and "turns" in s), None)
+    for system in group["systems"]:
+        if system["name"] == "ours_fedavg" and group["optimizer"] != "sgd":
+            continue  # there for _correction only: SGD beside the bare loop's Adam is no comparison
+        if "turns" not in system:
+            yield Missing(system["label"], system["name"], system["not_measured"])
+            continue
+        seconds = per_repeat(system)
+        ratio = [float("nan")] if bare is None else ratios(system, bare)
+        versions = {k: v for k, v in system["versions"].items() if k not in ("torch", "python")}
+        yield Line(
+            label=system["label"],
+            name=system["name"],
+            seconds=median(seconds),
+            low=min(seconds),
+            high=max(seconds),
+            ratio=median(ratio),
+            ratio_low=min(ratio),
+            ratio_high=max(ratio),
+            start=system["start_seconds"],
+            peak=system["peak_rss"],
+            idle=system["idle_cpu"],
+            version=", ".join(f"{k} {v}" for k, v in versions.items()),
+        )
+
+
+def table(results: Results) -> str:
+    """Everything that was measured, in Markdown."""
+    machine, settings = results["machine"], results["settings"]
+    parts = [
+        f"{machine['cpu']}, {machine['cores']} cores, {machine['simd']}, torch {machine['torch']}; "
+        f"{results['date']}; {settings['repeats']} interleaved repeats; median (least to most)."
+    ]
+    parts += [_group_table(group, results) for group in results["groups"]]
+    parts += [text for text in (_correction(results), *_extras(results)) if text]
+    return "\n\n".join(parts) + "\n"
+
+
+def _group_table(group: Results, results: Results) -> str:
+    w = group["workload"]
+    title = (
+        f"**{w['name']}, local {group['optimizer']}** ({w['parameters']:,} parameters, S={w['sampled']}, "
+        f"K={w['steps']}, batch {w['batch']})"
+    )
+    rows = []
+    for line in lines(group):
+        if isinstance(line, Missing):
+            rows.append([line.label, f"not measured: {line.reason}", "", "", "", ""])
+            continue
+        rows.append(
+            [
+                line.label + (f" ({line.version})" if line.version else ""),
+                f"{_s(line.seconds)} ({_s(line.low)} to {_s(line.high)})",
+                f"{line.ratio:.2f} ({line.ratio_low:.2f} to {line.ratio_high:.2f})",
+                f"{line.start:.1f}",
+                f"{line.peak / GB:.2f}",
+                _share(group, line, results),
+            ]
+        )
+    head = ["System", "Seconds a round", "Speed, bare loop = 1", "Start, s", "Peak GB", "Share of sgemm"]
+    turns = [turn for system in group["systems"] for turn in system.get("turns", ())]
+    counted = [turn for turn in turns if turn["counts"]]
+    limit = results["settings"]["disturbed"]
+    disturbed = sum(turn["others"] > limit for turn in counted)
+    idle = max((line.idle for line in lines(group) if isinstance(line, Line)), default=0.0)
+    note = (
+        f"{len(turns) - len(counted)} turns were tried again because something else used more than {limit} "
+        f"of a core; {disturbed} of the {len(counted)} that count were disturbed all the same. "
+        f"A worker that waits uses at most {idle:.2f} of a core."
+    )
+    return f"{title}\n\n{markdown(head, rows)}\n\n{note}"
+
+
+def _share(group: Results, line: Line, results: Results) -> str:
+    """Operations a second of local training, as a share of the machine's matrix product on 2 threads."""
+    speed = results["extras"].get("speed", {})
+    w = group["workload"]
+    if "sgemm_gflops" not in speed:
+        return ""
+    gflops = speed["step_flops"][w["name"]] * w["sampled"] * w["steps"] / line.seconds / 1e9
+    return f"{gflops / speed['sgemm_gflops']['2']:.0%}"
+
+
+def _correction(results: Results) -> str:
+    """What FAdamGC costs beside FedAvg in this simulator, and beside LocalAdam."""
+    rows = []
+    for group in results["groups"]:
+        systems = {s["name"]: s for s in group["systems"] if "turns" in s}
+        if "ours_fadamgc" not in systems:
+            continue
+        against = [systems.get(name) for name in ("ours_fedavg", "ours_local_adam")]
+        cells = ["" if s is None else f"{median(ratios(systems['ours_fadamgc'], s)):.2f}" for s in against]
+        rows.append([group["workload"]["name"], *cells])
+    if not rows:
+        return ""
+    head = ["FAdamGC's speed", "FedAvg = 1", "LocalAdam = 1"]
+    return f"**The cost of the correction, in this simulator**\n\n{markdown(head, rows)}"
+
+
+def _extras(results: Results) -> Iterator[str]:
+    writers = {
+        "speed": _speed,
+        "start": _start,
+        "scale": _scale,
+        "memory": _memory,
+        "sweep": _sweep,
+    }
+    for name, found in results["extras"].items():
+        if "not_measured" in found:
+            yield f"{name}: not measured: {found['not_measured']}"
+            continue
+        text = writers[name](found)
+        if found["others"] > results["settings"]["disturbed"]:
+            text += f"\n\n(Disturbed: something else used {found['others']:.2f} cores meanwhile.)"
+        yield text
+
+
+def _speed(found: Results) -> str:
+    gemm = found["sgemm_gflops"]
+    steps = ", ".join(f"{name} {flops / 1e9:.3g}" for name, flops in found["step_flops"].items())
+    return (
+        f"sgemm (2048 x 2048): {gemm['1']:.0f} GFLOP/s on 1 thread, {gemm['2']:.0f} on 2. "
+        f"GFLOP in one training step: {steps}."
+    )
+
+
+def _start(found: Results) -> str:
+    both, torch = (median(one[key] for one in found["imports"]) for key in ("both", "torch"))
+    cache = "" if found["compile_cache_used"] else " (nothing was compiled)"
+    return (
+        f"`import fadamgc`: {both:.2f} s, of which torch {torch:.2f} s. From the start of the process "
+        f"to the end of the first round of digits: {found['first_round_cold']:.1f} s with an empty "
+        f"compile cache, {found['first_round_warm']:.1f} s with a filled one{cache}."
+    )
+
+
+def _scale(found: Results) -> str:
+    rows = []
+    for run in found["runs"]:
+        per_step = median(run["seconds"][1:]) / (run["sampled"] * run["steps"])
+        new = run["participants"][-1] - run["participants"][0]
+        growth = f"{(run['rss'][-1] - run['rss'][0]) / new / KB:.1f}" if new else "nobody new after round 1"
+        rows.append([f"{run['clients']:,}", f"{per_step * 1e6:.1f}", growth, f"{run['rss'][-1] / GB:.2f}"])
+    head = ["Clients", "µs a client's step", "KB a new participant", "GB at the end"]
+    return f"**Scale: FAdamGC, digits-sized model, S=1,000, K=5, batch 16**\n\n{markdown(head, rows)}"
+
+
+def _memory(found: Results) -> str:
+    rows = []
+    for states in ("memory", "files"):
+        run = found[states]
+        if "not_measured" in run:
+            rows.append([states, f"not measured: {run['not_measured']}", "", "", ""])
+            continue
+        anonymous = max(one["RssAnon"] for one in run["rss"])
+        rows.append(
+            [
+                states,
+                f"{run['clients']}",
+                f"{run['peak_rss'] / GB:.2f}",
+                f"{anonymous / GB:.2f}",
+                f"{median(run['seconds'][1:]):.2f}",
+            ]
+        )
+    head = ["Clients' states in", "Clients", "Peak GB", "of it not file pages", "Seconds a round"]
+    return f"**Memory: FAdamGC, ResNet-18, every client took part**\n\n{markdown(head, rows)}"
+
+
+def _sweep(found: Results) -> str:
+    bare = median(found["bare_seconds"])
+    each = [seconds / (found["runs"] * found["rounds"]) for seconds in found["seconds"]]
+    return (
+        f"Sweep: {found['runs']} runs of {found['rounds']} rounds of FAdamGC on digits in one call: "
+        f"{each[0] * 1e3:.1f} ms a run's round ({bare / each[0]:.1f} times the bare loop's speed), "
+        f"called again {each[1] * 1e3:.1f} ms ({bare / each[1]:.1f})."
+    )
+
+
+def _s(seconds: float) -> str:
+    return f"{seconds:.4f}" if seconds < 0.1 else f"{seconds:.3g}"
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table, numbers to the right."""
+    align = [":--", *["--:"] * (len(head) - 1)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, align, *rows))
+
+
+def chart(results: Results, path: Path) -> None:
+    """Speed beside the bare loop's, one panel a group, on a logarithmic axis."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    groups = results["groups"]
+    if not groups:
+        return
+    columns = min(2, len(groups))
+    rows = -(-len(groups) // columns)
+    figure, axes = plt.subplots(rows, columns, figsize=(6.4 * columns, 3.0 * rows), squeeze=False)
+    for axis in axes.flat[len(groups) :]:
+        axis.set_visible(False)
+    for axis, group in zip(axes.flat, groups, strict=False):
+        measured = [line for line in lines(group) if isinstance(line, Line)][::-1]
+        if not measured:
+            continue
+        ratio = [line.ratio for line in measured]
+        spread = [
+            [line.ratio - line.ratio_low for line in measured],
+            [line.ratio_high - line.ratio for line in measured],
+        ]
+        colours = ["#c44e52" if line.name.startswith("ours") else "#8c8c8c" for line in measured]
+        axis.barh([line.label for line in measured], ratio, xerr=spread, color=colours, ecolor="#333333")
+        axis.axvline(1.0, color="black", linewidth=1)
+        axis.set_xscale("log")
+        low = min(0.5, *(line.ratio_low for line in measured))
+        high = max(2.0, *(line.ratio_high for line in measured))
+        axis.set_xlim(low / 1.2, high * 1.4)
+        ticks = [t for t in (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50) if low / 1.2 <= t <= high * 1.4]
+        axis.set_xticks(ticks, [f"{t:g}" for t in ticks])
+        axis.minorticks_off()
+        axis.set_title(f"{group['workload']['name']}, local {group['optimizer']}")
+        axis.set_xlabel("speed, bare loop = 1")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        saved = json.loads(Path(name).read_text())
+        print(table(saved))
+        chart(saved, Path(name).with_name("chart.png"))

@@ -1,0 +1,324 @@
+"""The systems that are measured, and how a worker of one is started, asked and stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from environments import FOLDER, HERE, ROOT, python_of
+from workloads import Workload
+
+START_TIMEOUT = 900.0  # seconds; a cold compiler or Ray on a loaded machine
+TURN_TIMEOUT = 1800.0
+STOP_TIMEOUT = 15.0
+DISTURBED = 0.3  # cores that something else uses during a turn, from which on it is tried again
+TICKS = os.sysconf("SC_CLK_TCK")
+
+# Loopback only, and a process namespace that ends with its first process: nothing that Ray or torchrun
+# starts is reachable from outside or outlives the worker.
+ISOLATED = ("unshare", "-rn", "--pid", "--fork", "--kill-child", "--mount-proc")
+LOOPBACK = ("sh", "-c", 'ip link set lo up && exec "$@"', "sh")
+
+
+@dataclass(frozen=True)
+class System:
+    """One way to run a round.
+
+    Attributes:
+        name: short, unique.
+        label: for tables.
+        environment: "own", "pfl" or "flower".
+        module: the worker.
+        arguments: of the worker, beside workload and optimizer.
+        optimizers: the local optimizers with which it is measured.
+        pictures_only: leave it out where inputs are flat.
+        processes: if above 1, started by torchrun.
+        isolated: runs in namespaces of its own.
+    """
+
+    name: str
+    label: str
+    module: str
+    environment: str = "own"
+    arguments: tuple[str, ...] = ()
+    optimizers: tuple[str, ...] = ("sgd", "adam")
+    pictures_only: bool = False
+    processes: int = 1
+    isolated: bool = False
+
+    def runs(self, workload: Workload, optimizer: str) -> bool:
+        """Whether it is measured there."""
+        return optimizer in self.optimizers and not (self.pictures_only and len(workload.shape) == 1)
+
+    def command(self, workload: str, optimizer: str, *more: str) -> list[str]:
+        """How to start a worker."""
+        torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(self.processes), "-m")
+        return [
+            *((*ISOLATED, *LOOPBACK) if self.isolated else ()),
+            str(python_of(self.environment)),
+            "-m",
+            *(torchrun if self.processes > 1 else ()),
+            self.module,
+            f"--workload={workload}",
+            f"--optimizer={optimizer}",
+            *self.arguments,
+            *more,
+        ]
+
+
+def _ours(algorithm: str, label: str, *optimizers: str) -> System:
+    return System(
+        f"ours_{algorithm}",
+        label,
+        "workers.ours",
+        arguments=(f"--algorithm={algorithm}",),
+        optimizers=optimizers,
+    )
+
+
+SYSTEMS = (
+    System("bare", "bare loop, 2 threads", "workers.bare"),
+    System(
+        "bare_channels_last",
+        "bare loop, channels_last",
+        "workers.bare",
+        arguments=("--channels-last",),
+        pictures_only=True,
+    ),
+    # FedAvg is measured beside the Adam methods too, so that FAdamGC can be compared with it.
+    _ours("fedavg", "fadamgc, FedAvg", "sgd", "adam"),
+    _ours("local_adam", "fadamgc, LocalAdam", "adam"),
+    _ours("fadamgc", "fadamgc, FAdamGC", "adam"),
+    System("pfl", "pfl", "workers.pfl_worker", "pfl"),
+    System("pfl_fused", "pfl, fused optimizer", "workers.pfl_worker", "pfl", ("--fused",)),
+    System(
+        "pfl_2_processes",
+        "pfl, fused, 2 processes x 1 thread",
+        "workers.pfl_worker",
+        "pfl",
+        ("--fused",),
+        processes=2,
+        isolated=True,
+    ),
+    System("flower", "Flower (Ray), 2 actors x 1 thread", "workers.flower_worker", "flower", isolated=True),
+)
+
+
+def environment_variables() -> dict[str, str]:
+    """Of every worker."""
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(HERE), str(ROOT / "src")]),
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+        "FLWR_HOME": str(FOLDER / "flwr_home"),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+
+
+class WorkerError(RuntimeError):
+    """A worker did not start, or stopped when it should not; the message is its last words."""
+
+
+@dataclass
+class Turn:
+    """What came of one ``go``."""
+
+    seconds: list[float]
+    cpu: float
+    """CPU seconds of the worker and its children, per second of the turn."""
+    others: float
+    """CPU seconds of everything else on the machine, per second of the turn."""
+    counts: bool = False
+    """Whether it goes into the table, or was tried again."""
+
+
+@dataclass
+class Worker:
+    """A running worker. To be used in a ``with``: on leaving, it and all it started are ended.
+
+    Args:
+        command: how to start it.
+        variables: of its environment, beside the usual ones.
+    """
+
+    command: list[str]
+    variables: dict[str, str] = field(default_factory=dict)
+    process: subprocess.Popen[bytes] = field(init=False)
+    ready: dict[str, Any] = field(init=False, default_factory=dict)
+    peak: dict[int, int] = field(init=False, default_factory=dict)
+    idle_cpu: float = field(init=False, default=0.0)
+    idle_seconds: float = field(init=False, default=0.0)
+
+    def __enter__(self) -> Self:
+        self.log = tempfile.TemporaryFile()  # closed in __exit__
+        self.process = subprocess.Popen(
+            self.command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            cwd=ROOT,
+            env={**environment_variables(), **self.variables},
+            start_new_session=True,
+        )
+        try:
+            self.ready = self._answer(START_TIMEOUT)
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        self._rest()
+        return self
+
+    def go(self, rounds: int) -> Turn:
+        """Let it run some rounds, and wait for them."""
+        self.idle_cpu += self.cpu() - self._cpu_before
+        self.idle_seconds += time.monotonic() - self._since
+        cpu, busy, began = self.cpu(), busy_seconds(), time.monotonic()
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(f"go {rounds}\n".encode())
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            raise WorkerError(self.last_words()) from None
+        seconds = self._answer(TURN_TIMEOUT)["seconds"]
+        lasted = time.monotonic() - began
+        cpu, busy = self.cpu() - cpu, busy_seconds() - busy
+        self._rest()
+        return Turn(seconds, cpu / lasted, max(0.0, busy - cpu) / lasted)
+
+    def _rest(self) -> None:
+        for pid, memory in peaks(self.process.pid).items():
+            self.peak[pid] = max(memory, self.peak.get(pid, 0))
+        self._cpu_before, self._since = self.cpu(), time.monotonic()
+
+    def cpu(self) -> float:
+        """CPU seconds that it and its children have used."""
+        return sum(cpu_seconds(pid) for pid in tree(self.process.pid))
+
+    def _answer(self, timeout: float) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        readable, _, _ = select.select([self.process.stdout], [], [], timeout)
+        if not readable:
+            raise WorkerError(f"no answer within {timeout:.0f} s")
+        line = self.process.stdout.readline()
+        if not line:
+            raise WorkerError(self.last_words())
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def last_words(self) -> str:
+        """The last line of its log that says something."""
+        self.log.seek(0)
+        lines = [line.strip() for line in self.log.read().decode(errors="replace").splitlines()]
+        return next((line for line in reversed(lines) if line), "no message")[:300]
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        try:
+            if kind is None and self.process.poll() is None:
+                self.process.stdin.write(b"quit\n")
+                self.process.stdin.close()
+                self.process.wait(STOP_TIMEOUT)
+        except (BrokenPipeError, subprocess.TimeoutExpired):
+            pass
+        finally:
+            end_group(self.process)
+            self.process.stdout.close()
+            self.log.close()
+
+
+def end_group(process: subprocess.Popen[Any]) -> None:
+    """End a process that leads a group, and what is left of the group."""
+    for sign, patience in ((signal.SIGTERM, 3.0), (signal.SIGKILL, 10.0)):
+        try:
+            os.killpg(process.pid, sign)
+            process.wait(patience)
+        except ProcessLookupError:
+            break
+        except subprocess.TimeoutExpired:
+            continue
+    process.wait()
+
+
+def tree(pid: int) -> Iterator[int]:
+    """A process and its descendants."""
+    yield pid
+    try:
+        threads = list(Path(f"/proc/{pid}/task").iterdir())
+        children = {int(c) for thread in threads for c in (thread / "children").read_text().split()}
+    except (FileNotFoundError, ProcessLookupError):
+        return
+    for child in children:
+        yield from tree(child)
+
+
+def peaks(pid: int) -> dict[int, int]:
+    """Peak resident memory in bytes (VmHWM) of each process of a tree."""
+    found = {}
+    for one in tree(pid):
+        try:
+            found[one] = status(one)["VmHWM"]
+        except (FileNotFoundError, ProcessLookupError, KeyError):
+            continue
+    return found
+
+
+def status(pid: int | str = "self") -> dict[str, int]:
+    """The memory lines of /proc/PID/status, in bytes."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    pairs = (line.split(":", 1) for line in lines if line.endswith(" kB"))
+    return {name: int(value.split()[0]) * 1024 for name, value in pairs}
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU seconds of a process and of its children that have ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0.0
+    return sum(map(int, fields[11:15])) / TICKS
+
+
+def busy_seconds() -> float:
+    """CPU seconds that the machine's cores have worked since it was started."""
+    user, nice, system, _idle, _wait, *rest = map(
+        int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
+    )
+    return (user + nice + system + sum(rest[:2])) / TICKS
+
+
+def run_probe(arguments: list[str], variables: dict[str, str] | None = None, timeout: float = 7200) -> Any:
+    """Run a measurement in a fresh process of its own and return what it found."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "workers.probe", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=ROOT,
+        env={**environment_variables(), **(variables or {})},
+        start_new_session=True,
+        text=True,
+    )
+    try:
+        output, errors = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        raise WorkerError(f"not finished within {timeout:.0f} s") from None
+    finally:
+        end_group(process)
+    if process.returncode:
+        raise WorkerError((errors.strip().splitlines() or ["no message"])[-1][:300])
+    return json.loads(output.strip().splitlines()[-1])

@@ -1,0 +1,58 @@
+"""This package's simulator, as a user calls it; the callback after each round is where it waits."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import cross_entropy
+
+import fadamgc
+from fadamgc.algorithm import AnyAlgorithm
+from workers.protocol import Gate, parser
+from workloads import ETA_L, WORKLOADS, Workload
+
+FOREVER = 10**9
+ALGORITHMS = ("fedavg", "local_adam", "fadamgc")
+
+
+def make_algorithm(name: str, optimizer: str) -> AnyAlgorithm:
+    """The algorithm whose local work is that of the bare loop with the same optimizer."""
+    eta_l = ETA_L[optimizer]
+    if name == "fedavg":
+        return fadamgc.FedAvg(eta_l=eta_l)
+    if name == "local_adam":
+        return fadamgc.LocalAdam(eta_l=eta_l, moments="reset")
+    return fadamgc.FAdamGC(eta_l=eta_l)
+
+
+def make_task(workload: Workload) -> fadamgc.Task:
+    """The workload as a task without test data."""
+    clients = list(zip(*workload.data(), strict=True))
+    return fadamgc.Task(workload.make_model(0), cross_entropy, clients, name=workload.name)
+
+
+def main() -> None:
+    """Run rounds as told."""
+    arguments = parser(__doc__)
+    arguments.add_argument("--algorithm", choices=ALGORITHMS, required=True)
+    arguments.add_argument("--executor", default="auto")
+    options = arguments.parse_args()
+    workload = WORKLOADS[options.workload]
+    task = make_task(workload)
+    gate = Gate(workload, options.warmup, "fadamgc")
+    gate.info["threads"] = torch.get_num_threads()
+    fadamgc.simulate(
+        make_algorithm(options.algorithm, options.optimizer),
+        task,
+        rounds=FOREVER,
+        sampled=workload.sampled,
+        local_steps=workload.steps,
+        batch_size=workload.batch,
+        eval_every=FOREVER,
+        executor=options.executor,
+        progress=False,
+        callbacks=[lambda _: not gate.round_done()],
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,223 @@
+"""Measurements that want a fresh process of their own; each prints one line of JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+
+def imports() -> dict[str, float]:
+    """Seconds until torch, and then this package, are imported."""
+    began = time.perf_counter()
+    import torch  # noqa: F401
+
+    torch_done = time.perf_counter()
+    import fadamgc  # noqa: F401
+
+    done = time.perf_counter()
+    return {"torch": torch_done - began, "fadamgc_after_torch": done - torch_done, "both": done - began}
+
+
+def sgemm(side: int = 2048, repeats: int = 15) -> dict[str, float]:
+    """Billions of operations a second that torch.mm reaches in float32, by threads."""
+    import torch
+
+    a, b = torch.randn(side, side), torch.randn(side, side)
+    found = {}
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        seconds = []
+        for _ in range(repeats):
+            began = time.perf_counter()
+            torch.mm(a, b)
+            seconds.append(time.perf_counter() - began)
+        found[str(threads)] = 2 * side**3 / median(seconds) / 1e9
+    return found
+
+
+def flops() -> dict[str, int]:
+    """Operations of one training step, forward and backward, of each workload."""
+    import torch
+    from torch.nn.functional import cross_entropy
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from workloads import WORKLOADS
+
+    found = {}
+    for workload in WORKLOADS.values():
+        module = workload.make_model(0).train()
+        inputs = torch.randn(workload.batch, *workload.shape)
+        targets = torch.zeros(workload.batch, dtype=torch.long)
+        with FlopCounterMode(display=False) as counter:
+            cross_entropy(module(inputs), targets).backward()
+        found[workload.name] = counter.get_total_flops()
+    return found
+
+
+def scale(
+    clients: int, rounds: int = 6, sampled: int = 1000, steps: int = 5, batch: int = 16
+) -> dict[str, Any]:
+    """FAdamGC on a model of the digits' size with very many clients: time and memory, round by round."""
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    import fadamgc
+    from fadamgc.models import mlp
+    from systems import status
+
+    random = torch.Generator().manual_seed(0)
+    inputs = torch.randn(clients, batch, 64, generator=random)
+    targets = torch.randint(10, (clients, batch), generator=random)
+    task = fadamgc.Task(mlp(64, [64], 10, seed=0), cross_entropy, list(zip(inputs, targets, strict=True)))
+    took_part: set[int] = set()
+    found: dict[str, Any] = {"clients": clients, "sampled": sampled, "steps": steps, "batch": batch}
+    found |= {"rss_before": status()["VmRSS"], "rss": [], "participants": [], "seconds": []}
+
+    def note(end: fadamgc.RoundEnd) -> None:
+        took_part.update(end.record.sampled)
+        found["rss"].append(status()["VmRSS"])
+        found["participants"].append(len(took_part))
+        found["seconds"].append(end.record.wall_seconds)
+
+    fadamgc.simulate(
+        fadamgc.FAdamGC(),
+        task,
+        rounds=rounds,
+        sampled=sampled,
+        local_steps=steps,
+        batch_size=batch,
+        progress=False,
+        callbacks=[note],
+    )
+    return found
+
+
+def memory(states: str, clients: int = 100, again: int = 2) -> dict[str, Any]:
+    """FAdamGC on ResNet-18 until every client has taken part, and some rounds more."""
+    import dataclasses
+    import inspect
+
+    from torch.nn.functional import cross_entropy
+
+    import fadamgc
+    from systems import status
+    from workloads import WORKLOADS
+
+    workload = dataclasses.replace(WORKLOADS["resnet18"], clients=clients)
+    keywords: dict[str, Any] = {"states": states}
+    if "states" not in inspect.signature(fadamgc.simulate).parameters:
+        if states != "memory":
+            raise SystemExit(f"simulate has no states={states!r} here")
+        keywords = {}
+    task = fadamgc.Task(workload.make_model(0), cross_entropy, list(zip(*workload.data(), strict=True)))
+    S = workload.sampled
+    groups = [list(range(first, first + S)) for first in range(0, clients, S)]
+    schedule = [(group, group) for group in (*groups, *groups[:again])]
+    seconds: list[float] = []
+    rss: list[dict[str, int]] = []
+
+    def note(end: fadamgc.RoundEnd) -> None:
+        seconds.append(end.record.wall_seconds)
+        rss.append({name: status()[name] for name in ("VmRSS", "RssAnon", "RssFile", "RssShmem")})
+
+    before = status()["VmRSS"]
+    fadamgc.simulate(
+        fadamgc.FAdamGC(),
+        task,
+        local_steps=workload.steps,
+        batch_size=workload.batch,
+        schedule=schedule,
+        progress=False,
+        callbacks=[note],
+        **keywords,
+    )
+    parameters = sum(p.numel() for p in task.model.parameters())
+    return {
+        "states": states,
+        "clients": clients,
+        "parameters": parameters,
+        "rss_before": before,
+        "rss": rss,
+        "peak_rss": status()["VmHWM"],
+        "seconds": seconds,
+    }
+
+
+def many_runs(runs: list[dict[str, Any]], task: Any, workers: int, **common: Any) -> list[Any]:
+    """The call that is measured in ``sweep``."""
+    import fadamgc
+
+    if not hasattr(fadamgc, "simulate_many"):
+        raise SystemExit("fadamgc.simulate_many is not there")
+    finished: list[Any] = fadamgc.simulate_many(runs, task, workers=workers, **common)
+    return finished
+
+
+def sweep(rounds: int, seeds: int = 4, workers: int = 2) -> dict[str, Any]:
+    """Runs of FAdamGC on digits, seeds times step sizes, in one call; twice, as the first one compiles."""
+    import fadamgc
+    from workers.ours import FOREVER, make_task
+    from workloads import WORKLOADS
+
+    workload = WORKLOADS["digits"]
+    task = make_task(workload)
+    runs = [
+        {"algorithm": fadamgc.FAdamGC(eta_l=eta_l), "seed": seed}
+        for eta_l in (3e-4, 1e-3, 3e-3, 1e-2)
+        for seed in range(seeds)
+    ]
+    seconds = []
+    for _ in range(2):
+        began = time.perf_counter()
+        finished = many_runs(
+            runs,
+            task,
+            workers,
+            rounds=rounds,
+            sampled=workload.sampled,
+            local_steps=workload.steps,
+            batch_size=workload.batch,
+            eval_every=FOREVER,
+        )
+        seconds.append(time.perf_counter() - began)
+        if len(finished) != len(runs) or any(len(run.history) != rounds for run in finished):
+            raise SystemExit("simulate_many did not run all rounds of all runs")
+    return {"runs": len(runs), "rounds": rounds, "workers": workers, "seconds": seconds}
+
+
+def machine() -> dict[str, Any]:
+    """What this was measured on."""
+    import os
+    import platform
+
+    import torch
+
+    cpu = Path("/proc/cpuinfo").read_text().splitlines()
+    total = Path("/proc/meminfo").read_text().splitlines()[0].split()[1]
+    return {
+        "cpu": next((line.partition(":")[2].strip() for line in cpu if line.startswith("model name")), "?"),
+        "cores": os.cpu_count(),
+        "memory_gb": round(int(total) / 2**20, 1),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torch_threads": torch.get_num_threads(),
+        "simd": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+PROBES: dict[str, Callable[..., Any]] = {
+    f.__name__: f for f in (imports, sgemm, flops, scale, memory, sweep, machine)
+}
+
+if __name__ == "__main__":
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("probe", choices=list(PROBES))
+    arguments.add_argument("keywords", nargs="?", default="{}", help="arguments of the probe, as JSON")
+    options = arguments.parse_args()
+    print(json.dumps(PROBES[options.probe](**json.loads(options.keywords))))

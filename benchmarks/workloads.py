@@ -1,0 +1,111 @@
+"""What is trained in the measurements: the same models and the same data for every system."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from fadamgc.models import cnn, mlp, resnet18
+
+RESNET_NORM: Literal["batch", "group"] = "batch"
+ETA_L = {"sgd": 0.01, "adam": 0.001}  # small: random labels are not to be learned, only trained on
+OPTIMIZERS = tuple(ETA_L)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model, and how much of it is trained in one round.
+
+    Attributes:
+        name: what the tables call it.
+        make_model: the model from a seed.
+        shape: shape of one input.
+        classes: how many labels there are.
+        clients: n.
+        sampled: S, clients in a round.
+        steps: K, local steps of each.
+        batch: samples in one of them.
+        turn: rounds that a system runs at once when it is its turn; more where a round is short.
+        warmup: rounds before the first that counts.
+    """
+
+    name: str
+    make_model: Callable[[int], nn.Module]
+    shape: tuple[int, ...]
+    classes: int
+    clients: int
+    sampled: int
+    steps: int
+    batch: int
+    turn: int
+    warmup: int
+
+    @property
+    def samples(self) -> int:
+        """Samples of one client: exactly one pass in a round (pfl stops at the end of the data)."""
+        return self.steps * self.batch
+
+    def data(self, seed: int = 0) -> tuple[Tensor, Tensor]:
+        """Inputs (n, samples, *shape) and labels (n, samples) of all clients."""
+        if self.name == "digits":
+            return _digits(self.clients, self.samples)
+        random = torch.Generator().manual_seed(seed)
+        inputs = torch.randn(self.clients, self.samples, *self.shape, generator=random)
+        return inputs, torch.randint(self.classes, (self.clients, self.samples), generator=random)
+
+
+def _digits(clients: int, samples: int) -> tuple[Tensor, Tensor]:
+    """Scikit-learn's digits, repeated until every client has enough."""
+    from sklearn.datasets import load_digits
+
+    pixels, labels = load_digits(return_X_y=True)
+    rows = torch.arange(clients * samples) % len(labels)
+    inputs = torch.from_numpy(pixels / 16).float()[rows]
+    return inputs.view(clients, samples, -1), torch.from_numpy(labels).long()[rows].view(clients, samples)
+
+
+WORKLOADS = {
+    w.name: w
+    for w in (
+        Workload(
+            name="digits",
+            make_model=lambda seed: mlp(64, [64], 10, seed=seed),
+            shape=(64,),
+            classes=10,
+            clients=20,
+            sampled=10,
+            steps=20,
+            batch=16,
+            turn=20,
+            warmup=5,
+        ),
+        Workload(
+            name="cnn",
+            make_model=lambda seed: cnn(seed=seed),
+            shape=(3, 32, 32),
+            classes=10,
+            clients=20,
+            sampled=10,
+            steps=20,
+            batch=32,
+            turn=1,
+            warmup=1,
+        ),
+        Workload(
+            name="resnet18",
+            make_model=lambda seed: resnet18(norm=RESNET_NORM, seed=seed),
+            shape=(3, 32, 32),
+            classes=10,
+            clients=20,
+            sampled=10,
+            steps=2,
+            batch=32,
+            turn=1,
+            warmup=1,
+        ),
+    )
+}
