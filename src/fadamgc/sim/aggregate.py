@@ -57,7 +57,8 @@ def in_order(results: Iterable[Result], jobs: Sequence[Job]) -> Iterator[Result]
 
 def finite(result: Result) -> bool:
     """Whether all that a client keeps and sends is finite."""
-    return all(map(_finite, (*result.up, *result.state, *result.buffers.values())))
+    known = () if result.finite else (*result.up, *result.state)
+    return all(map(_finite, (*known, *result.buffers.values())))
 
 
 def _finite(t: Tensor) -> bool:

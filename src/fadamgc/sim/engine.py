@@ -293,7 +293,7 @@ class Engine:
         t, settings, problem, algo = self.t + 1, self.settings, self.problem, self.algorithm
         who = settings.who(t, problem.n)
         tracked = set(who.tracked)
-        if t < settings.rounds:
+        if t < settings.rounds and isinstance(self.clients, FileStates):
             self.clients.expect(settings.who(t + 1, problem.n).sampled)
         round = Round(problem, algo, settings.seed, t, algo.broadcast(self.server), self.buffers)
         return [self._job(round, i, i in tracked) for i in who.sampled]

@@ -64,9 +64,6 @@ class ClientStates(Sequence[Any]):
     def drop(self, staged: Iterable[Any]) -> None:
         """Forget what was staged."""
 
-    def expect(self, clients: Iterable[int]) -> None:
-        """These will be asked for soon."""
-
     def _read(self, kept: Any) -> Any:
         return kept
 

@@ -57,6 +57,7 @@ class Result(NamedTuple):
     up: Any  # what it sends
     buffers: Buffers
     loss: Tensor  # mean over the local steps, shape ()
+    finite: bool | None = None  # whether state and up are; None if nobody has looked
 
 
 class Executor(Protocol):

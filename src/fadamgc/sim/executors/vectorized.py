@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -156,12 +155,11 @@ class VectorizedExecutor:
     def _groups(self, jobs: Sequence[Job]) -> Iterator[list[Job]]:
         """Jobs that may share a block."""
 
-        def key(job: Job) -> Any:
+        groups: dict[Any, list[Job]] = {}
+        for job in jobs:
             shape = self._width(job) if self.samplewise else tuple(job.batches.size.tolist())
-            return self._kind(job.round.algorithm).text, shape
-
-        for _, group in groupby(sorted(jobs, key=key), key=key):
-            yield list(group)
+            groups.setdefault((self._kind(job.round.algorithm).text, shape), []).append(job)
+        yield from groups.values()
 
     def _kind(self, algorithm: AnyAlgorithm) -> _Kind:
         if algorithm not in self._kinds:
@@ -203,6 +201,8 @@ class VectorizedExecutor:
         graph, made = self._graph(algo, self._finish, given, state, ended)
         kept, up = tree_unflatten(graph(*given.flat(), *state.flat(), *ended), made)
         loss = state.loss / ended.K.to(problem.dtype)
+        # A sum is finite only if all its numbers are; one that overflowed is looked at again.
+        finite = torch.stack([t.sum(dim=1) for t in (*kept, *up)]).isfinite().all(dim=0).tolist()
         return [
             Result(
                 job,
@@ -211,6 +211,7 @@ class VectorizedExecutor:
                 up=type(up)(*(t[c] for t in up)),
                 buffers={name: value[c] for name, value in state.buffers.items()},
                 loss=loss[c],
+                finite=finite[c],
             )
             for c, job in enumerate(jobs)
         ]
