@@ -24,6 +24,7 @@ from fadamgc.errors import CheckpointError, FadamgcError, InputError, NonFiniteE
 from fadamgc.optim import ClientOptimizer
 from fadamgc.sim.cost import CostModel
 from fadamgc.sim.engine import RoundEnd, simulate
+from fadamgc.sim.many import simulate_many
 from fadamgc.sim.run import Record, Run, load_run
 from fadamgc.task import Task
 
@@ -58,4 +59,5 @@ __all__ = [
     "make_algorithm",
     "register",
     "simulate",
+    "simulate_many",
 ]

@@ -6,10 +6,10 @@ import dataclasses
 import logging
 import reprlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import index
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from fadamgc.errors import InputError, NonFiniteError
 from fadamgc.sim.aggregate import Sums, finite, in_order
 from fadamgc.sim.checkpoint import STATES, open_checkpoint, write_checkpoint
 from fadamgc.sim.cost import CostModel, Work, traffic
-from fadamgc.sim.executors import EXECUTORS, ExecutorChoice, Job, Plan, Result, Round, make_executor
+from fadamgc.sim.executors import EXECUTORS, Executor, ExecutorChoice, Job, Plan, Result, Round, make_executor
 from fadamgc.sim.executors.loop import first_nonfinite_step
 from fadamgc.sim.problem import Buffers, Problem
 from fadamgc.sim.progress import progress_bar
@@ -117,6 +117,53 @@ def simulate(
         >>> len(run.history)
         3
     """
+    arguments = dict(locals())
+    del arguments["progress"]
+    with torch.inference_mode(False):
+        engine, hooks = prepare(**arguments)
+        label = f"{algorithm.title} on {task.name}"
+        with progress_bar(progress, label, engine.settings.rounds, engine.t) as advance:
+            while not engine.over():
+                jobs = engine.begin()
+                end = engine.end(jobs, engine.executor.run(jobs))
+                advance(end.record)
+                if stops(hooks, end):
+                    break
+        engine.write()
+    return engine.result()
+
+
+Hooks: TypeAlias = list[Callback]
+
+
+def prepare(
+    algorithm: AnyAlgorithm,
+    task: Task,
+    *,
+    rounds: int | None = None,
+    sampled: int | None = None,
+    tracked: int | None = None,
+    local_steps: int | None = None,
+    batch_size: int | None = None,
+    seed: int = 0,
+    local_epochs: int | None = None,
+    schedule: Sequence[tuple[Sequence[int], Sequence[int]]] | None = None,
+    weights: Literal["uniform", "size"] | Sequence[float] = "uniform",
+    eval_every: int = 1,
+    target: float | None = None,
+    on_nonfinite: Literal["error", "drop"] = "error",
+    cost: CostModel | None = None,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    executor: ExecutorChoice = "auto",
+    states: Literal["auto", "memory", "files"] = "auto",
+    callbacks: Sequence[Callback] = (),
+    checkpoint: str | Path | None = None,
+    checkpoint_every: int = 1,
+    resume: bool = False,
+    make: Makers | None = None,
+) -> tuple[Engine, Hooks]:
+    """What ``simulate`` starts from, checked: the engine before its first round, and the callbacks."""
     if not isinstance(algorithm, Algorithm):
         raise InputError(f"algorithm={algorithm!r} is not an algorithm; give one such as fadamgc.FAdamGC()")
     if not isinstance(task, Task):
@@ -155,17 +202,23 @@ def simulate(
     cost = cost or CostModel()
     cost.check(task.n)
     store = None if checkpoint is None else Path(checkpoint)
-    with torch.inference_mode(False):
-        engine = Engine(algorithm, task, settings, cost, device, executor, store, resume, states)
-        with progress_bar(
-            progress, f"{algorithm.title} on {task.name}", settings.rounds, engine.t
-        ) as advance:
-            for end in engine.rounds():
-                advance(end.record)
-                if any([_says_stop(hook(end)) for hook in hooks]):  # noqa: C419 - each is to be called
-                    break
-        engine.write()
-    return engine.result()
+    engine = Engine(
+        algorithm, task, settings, cost, device, executor, store, resume, states, make or Makers()
+    )
+    return engine, hooks
+
+
+def stops(hooks: Hooks, end: RoundEnd) -> bool:
+    """Call all callbacks, and tell whether one of them wants the run to end."""
+    answers = [hook(end) for hook in hooks]
+    return any(isinstance(answer, (bool, np.bool_)) and bool(answer) for answer in answers)
+
+
+class Makers(NamedTuple):
+    """Where an engine gets its problem and its executor from; several engines may share them."""
+
+    problem: Callable[[Task, torch.dtype | None, str | torch.device | None], Problem] = Problem
+    executor: Callable[[ExecutorChoice, Problem, Plan, bool | None], Executor] = make_executor
 
 
 class Engine:
@@ -181,11 +234,12 @@ class Engine:
         executor: ExecutorChoice,
         store: Path | None,
         resume: bool,
-        states: str = "auto",
+        states: str,
+        make: Makers,
     ) -> None:
         self.algorithm, self.task, self.settings, self.cost = algorithm, task, settings, cost
         self.store, self.stored = store, -1
-        self.problem = Problem(task, settings.dtype, device)
+        self.problem = make.problem(task, settings.dtype, device)
         self.weights = settings.weight_of(self.problem.size)
         self.traffic = traffic(algorithm, self.problem.flat.d, self.problem.dtype, self.problem.buffers0)
         self.t = 0
@@ -193,25 +247,35 @@ class Engine:
         self.buffers = self.problem.buffers0
         self.setup: tuple[Work, ...] = ()
         self.states = self._where(states)
-        saved = None
+        saved, compiled = None, None
         if store is not None:
             saved = open_checkpoint(store, resume, self.identity(), algorithm, settings)
         if saved is not None:
             self._take_up(saved)
             if executor == "auto" and saved.settings["executor"] in EXECUTORS:
                 executor = saved.settings["executor"]  # another might differ in the last bit
+            compiled = saved.settings.get("compiled")  # so might this one
         else:
             self._start()
-        self.executor = make_executor(executor, self.problem, self.plan())
+        self.executor = make.executor(executor, self.problem, self.plan(), compiled)
         if callable(task.metric):
             self.problem.evaluate(self.server.x, self.buffers, settings.seed, 0)  # or fail now
 
     def plan(self) -> Plan:
         """How large the run is."""
-        s, largest = self.settings, int(self.problem.size.max())
-        sampled = len(s.who(1, self.problem.n).sampled) if s.rounds else 1
+        s, size = self.settings, self.problem.size
+        largest = int(size.max())
         batch = largest if s.batch_size is None else min(s.batch_size, largest)
-        return Plan(self.algorithm, s.rounds, sampled, s.steps(largest), batch)
+        rest = s.local_epochs is not None and s.batch_size is not None and bool((size % batch).any())
+        return Plan(
+            algorithm=self.algorithm,
+            rounds=s.rounds,
+            sampled=len(s.who(1, self.problem.n).sampled) if s.rounds else 1,
+            steps=s.steps(largest),
+            batch=batch,
+            ragged=rest or bool((size < batch).any()),
+            whole=s.batch_size is None,
+        )
 
     def _take_up(self, saved: Run) -> None:
         """Go on where another run was."""
@@ -269,23 +333,14 @@ class Engine:
         size, batch = int(self.problem.size[client]), self.settings.batch_size
         return 1 if batch is None else -(-size // batch)
 
-    def rounds(self) -> Iterator[RoundEnd]:
-        """Go on until the last round or the target."""
-        while self.t < self.settings.rounds and not self._at_target():
-            record = self.step()
-            if self.t % self.settings.checkpoint_every == 0:
-                self.write()
-            yield RoundEnd(record, self.server, self.clients, self.buffers)
+    def over(self) -> bool:
+        """Whether the last round or the target has been reached."""
+        return self.t >= self.settings.rounds or self._at_target()
 
     def _at_target(self) -> bool:
         value = self.history[-1].test_metric if self.history else None
         target = self.settings.target
         return target is not None and value is not None and self.task.reached(value, target)
-
-    def step(self) -> Record:
-        """One round. If it fails, the state is that before it."""
-        jobs = self.begin()
-        return self.end(jobs, self.executor.run(jobs))
 
     def begin(self) -> list[Job]:
         """The jobs of the next round."""
@@ -298,7 +353,7 @@ class Engine:
         round = Round(problem, algo, settings.seed, t, algo.broadcast(self.server), self.buffers)
         return [self._job(round, i, i in tracked) for i in who.sampled]
 
-    def end(self, jobs: Sequence[Job], results: Iterable[Result]) -> Record:
+    def end(self, jobs: Sequence[Job], results: Iterable[Result]) -> RoundEnd:
         """Take in what came of the jobs. If that fails, the state is that before the round."""
         staged: dict[int, Any] = {}
         try:
@@ -308,7 +363,9 @@ class Engine:
             raise
         self.clients.update(staged)
         self.history.append(record)
-        return record
+        if self.t % self.settings.checkpoint_every == 0:
+            self.write()
+        return RoundEnd(record, self.server, self.clients, self.buffers)
 
     def _end(self, jobs: Sequence[Job], results: Iterable[Result], staged: dict[int, Any]) -> Record:
         t, settings, problem, algo = self.t + 1, self.settings, self.problem, self.algorithm
@@ -384,6 +441,7 @@ class Engine:
             "target": self.settings.target,
             "task": self.task.name,
             "executor": self.executor.name,
+            "compiled": bool(getattr(self.executor, "compiled", False)),
         }
         return Run(
             algorithm=self.algorithm,
@@ -426,10 +484,6 @@ def _numbers(name: str, values: Any) -> tuple[float, ...]:
         raise InputError(
             f"{name}={values!r} is not accepted; it must be 'uniform', 'size' or a number a client"
         ) from None
-
-
-def _says_stop(answer: object) -> bool:
-    return isinstance(answer, (bool, np.bool_)) and bool(answer)
 
 
 def _to(state: Any, device: torch.device) -> Any:

@@ -79,6 +79,28 @@ class Problem:
         """How many clients there are."""
         return len(self.size)
 
+    def like(self, other: Problem) -> bool:
+        """Whether another problem has the same model and loss, so that only data and weights differ."""
+        same = (
+            self.task.loss is other.task.loss
+            and (self.flat, self.dtype, self.device) == (other.flat, other.dtype, other.device)
+            and repr(self.module) == repr(other.module)
+            and self.buffers0.keys() == other.buffers0.keys()
+            and self.fixed.keys() == other.fixed.keys()
+            and all(torch.equal(value, other.fixed[name]) for name, value in self.fixed.items())
+            and self.inputs.shape[1:] == other.inputs.shape[1:]
+            and self.targets.shape[1:] == other.targets.shape[1:]
+        )
+        if not same or self.random or other.random:
+            return False
+        # What modules of the same description may still do differently shows in their losses.
+        losses = []
+        for problem in (self, other):
+            buffers = {name: value.clone() for name, value in self.buffers0.items()}
+            with torch.no_grad():
+                losses.append(problem.loss(self.x0, buffers, self.inputs[:8].clone(), self.targets[:8]))
+        return torch.equal(*losses)
+
     @cached_property
     def random(self) -> bool:
         """Whether the model draws random numbers while it trains (dropout and the like)."""

@@ -10,10 +10,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from fadamgc.sim.run import Record
 
+Advance = Callable[..., None]
+
 
 @contextmanager
-def progress_bar(show: bool, label: str, rounds: int, done: int) -> Iterator[Callable[[Record], None]]:
-    """A progress bar on stderr if that is a terminal."""
+def progress_bar(show: bool, label: str, rounds: int, done: int) -> Iterator[Advance]:
+    """A progress bar on stderr if that is a terminal; what it gives is called after each round."""
     console = Console(stderr=True)
     if not show or not (console.is_terminal or console.is_jupyter):
         yield _nothing
@@ -28,12 +30,13 @@ def progress_bar(show: bool, label: str, rounds: int, done: int) -> Iterator[Cal
     with Progress(*columns, console=console, transient=True) as bar:
         item = bar.add_task(label, total=rounds, completed=done, metric="")
 
-        def advance(record: Record) -> None:
-            shown = "" if record.test_metric is None else f"{record.test_metric:.4g}"
-            bar.update(item, completed=record.round, metric=shown)
+        def advance(record: Record | None, done: int | None = None) -> None:
+            if record is not None:
+                shown = "" if record.test_metric is None else f"{record.test_metric:.4g}"
+                bar.update(item, completed=record.round if done is None else done, metric=shown)
 
         yield advance
 
 
-def _nothing(_: Record) -> None:
+def _nothing(_: Record | None, done: int | None = None) -> None:
     pass

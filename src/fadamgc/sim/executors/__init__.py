@@ -35,8 +35,13 @@ EXECUTORS: dict[str, Callable[[Problem, Plan], Executor]] = {
 }
 
 
-def make_executor(choice: ExecutorChoice, problem: Problem, plan: Plan) -> Executor:
-    """An executor by name ("auto", "loop", "threads", "vectorized"), or by a factory of the caller's."""
+def make_executor(
+    choice: ExecutorChoice, problem: Problem, plan: Plan, compiled: bool | None = None
+) -> Executor:
+    """An executor by name ("auto", "loop", "threads", "vectorized"), or by a factory of the caller's.
+
+    ``compiled`` is what an interrupted run did, for the one executor whose last bits depend on it.
+    """
     if callable(choice):
         return choice(problem)
     if choice == "auto":
@@ -45,4 +50,6 @@ def make_executor(choice: ExecutorChoice, problem: Problem, plan: Plan) -> Execu
         known = ["auto", *EXECUTORS]
         hint = nearest(str(choice), known)
         raise InputError(f"executor={choice!r} is not known{hint}; known are {', '.join(known)}")
+    if choice == "vectorized":
+        return VectorizedExecutor(problem, plan, compile=compiled)
     return EXECUTORS[choice](problem, plan)

@@ -21,6 +21,8 @@ class Plan(NamedTuple):
     sampled: int  # clients in a round
     steps: int  # local steps of the client that takes most
     batch: int  # samples in the largest batch
+    ragged: bool  # whether some batch is smaller
+    whole: bool  # whether a batch is a client's whole data
 
 
 class Round(NamedTuple):

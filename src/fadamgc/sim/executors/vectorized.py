@@ -120,24 +120,25 @@ class VectorizedExecutor:
         if block is not None and block < 1:
             raise InputError(f"block={block} is not accepted; it must be at least 1")
         self.problem = problem
-        self.batch = None if plan is None else plan.batch
+        self.plan = plan
         bytes_each = problem.flat.d * problem.x0.element_size()
         self.block = block or max(LEAST, VECTOR // bytes_each)
         self._graphs: dict[Any, tuple[Callable[..., Any], Any]] = {}
         self._kinds: dict[AnyAlgorithm, _Kind] = {}
+        self._sizes: set[int] = set()  # of blocks that there is compiled code for
         self._check()
         self.samplewise = self._is_samplewise()
         if compile is None:
+            # Where blocks come in many shapes, each of them would have to be compiled.
+            shapes = not self.samplewise or (plan is not None and plan.whole and plan.ragged)
             long = plan is not None and plan.rounds * plan.steps >= LONG
-            # Where samples depend on each other, blocks have many shapes, each of which would be compiled.
-            compile = long and self.samplewise and problem.device.type == "cpu"
+            compile = long and not shapes and problem.device.type == "cpu"
         self.compiled = compile and compiler() is not None
 
     def run(self, jobs: Sequence[Job]) -> Iterator[Result]:
         """Carry out the jobs, block by block."""
         for group in self._groups(jobs):
-            blocks = -(-len(group) // self.block)
-            size = max(2, -(-len(group) // blocks))  # two at least: a block of one is another code path
+            size = self._size(len(group))
             for first in range(0, len(group), size):
                 block = group[first : first + size]
                 filled = block + block[-1:] * (size - len(block))  # equal sizes, so no new graph
@@ -151,6 +152,19 @@ class VectorizedExecutor:
                         one(job)
                     raise
                 yield from results
+
+    def _size(self, clients: int) -> int:
+        """How large blocks for so many clients are: two at least, since a block of one is other code.
+
+        Compiled code for blocks of another size is used if that wastes little.
+        """
+        blocks = -(-clients // self.block)
+        size = max(2, -(-clients // blocks))
+        if self.compiled:
+            fitting = [s for s in self._sizes if -(-clients // s) * s <= 1.25 * max(clients, 2)]
+            size = max(fitting, default=size)
+            self._sizes.add(size)
+        return size
 
     def _groups(self, jobs: Sequence[Job]) -> Iterator[list[Job]]:
         """Jobs that may share a block."""
@@ -263,13 +277,13 @@ class VectorizedExecutor:
                     yield Batch(x[:, : int(size[k, 0])], y[:, : int(size[k, 0])])
 
     def _width(self, job: Job) -> tuple[int, bool]:
-        """How many samples a client's batches have with padding, and whether any has padding.
+        """How many samples a client's batches have with padding, and whether they may have padding.
 
-        This depends on nothing but the job, so its bits do not depend on who else is there.
+        This depends on the job and on the run's plan, so no bit depends on who else is in a block.
         """
+        if self.plan is not None and not self.plan.whole:
+            return self.plan.batch, self.plan.ragged
         width = 1 << (job.batches.rows.shape[1] - 1).bit_length()  # few shapes, however the sizes vary
-        if self.batch is not None:
-            width = min(width, self.batch)
         return width, bool((job.batches.size != width).any())
 
     def _graph(
