@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ import fadamgc
 from fadamgc.algorithm import Cohort, add, example
 from fadamgc.algorithms import algorithm_class
 from fadamgc.sim.cost import traffic
+from fadamgc.sim.executors import ThreadsExecutor, VectorizedExecutor
+from fadamgc.sim.executors.graphs import compiler
 from fadamgc.sim.problem import Problem
 from fadamgc.sim.sampling import batches, draw
 from problems import class_task, settings_for
@@ -58,22 +61,39 @@ def test_loop_vectorized_and_client_optimizer_agree(algo):
             algo, task, rounds=rounds, local_steps=K, batch_size=B, seed=seed,
             dtype=torch.float64, executor=executor, **who,
         )
-        for executor in ("loop", "vectorized")
+        for executor in ("loop", "vectorized", "threads")
     ]  # fmt: skip
     by_hand = with_client_optimizer(algo, task, rounds, who, K, B, seed)
-    for x in (runs[1].x, by_hand):
-        torch.testing.assert_close(x, runs[0].x, rtol=1e-12, atol=1e-13)
-    for a, b in zip(runs[0].history, runs[1].history, strict=True):
+    torch.testing.assert_close(by_hand, runs[0].x, rtol=1e-12, atol=1e-13)
+    for run in runs[1:]:
+        assert_equal_to_rounding(run, runs[0])
+
+
+def assert_equal_to_rounding(run, reference):
+    torch.testing.assert_close(run.x, reference.x, rtol=1e-12, atol=1e-13)
+    for a, b in zip(reference.history, run.history, strict=True):
         assert a.train_loss == pytest.approx(b.train_loss, rel=1e-12)
-        assert (a.sampled, a.tracked, a.bytes_up, a.bytes_down) == (
-            b.sampled,
-            b.tracked,
-            b.bytes_up,
-            b.bytes_down,
-        )
-    for a, b in zip(runs[0].clients, runs[1].clients, strict=True):
+        for name in ("sampled", "tracked", "bytes_up", "bytes_down"):
+            assert getattr(a, name) == getattr(b, name)
+    for a, b in zip(reference.clients, run.clients, strict=True):
         for field, value in a._asdict().items():
             torch.testing.assert_close(getattr(b, field), value, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+@pytest.mark.parametrize("algo", DEFAULTS)
+def test_compiled_steps_agree_with_the_loop(algo):
+    task = class_task()
+    options = {"rounds": 3, "local_steps": 4, "batch_size": 8, "seed": 3, "dtype": torch.float64}
+    options |= settings_for(algo, task.n)
+    reference = fadamgc.simulate(algo, task, executor="loop", **options)
+    run = fadamgc.simulate(algo, task, executor=partial(VectorizedExecutor, compile=True), **options)
+    assert run.settings["compiled"]
+    assert_equal_to_rounding(run, reference)
+    threads = fadamgc.simulate(algo, task, executor=partial(ThreadsExecutor, compile=True), **options)
+    eager = fadamgc.simulate(algo, task, executor=partial(ThreadsExecutor, compile=False), **options)
+    assert_equal_to_rounding(threads, reference)
+    assert torch.equal(threads.x, eager.x)
 
 
 def with_client_optimizer(algo, task, rounds, who, K, B, seed):
@@ -125,7 +145,7 @@ def test_ragged_clients_are_masked_correctly(algo, plan):
             algo, task, rounds=3, seed=5, dtype=torch.float64, executor=executor,
             **settings_for(algo, task.n, 4, 2), **plan,
         )
-        for executor in ("loop", "vectorized")
+        for executor in ("loop", "vectorized", "threads")
     ]  # fmt: skip
     torch.testing.assert_close(runs[1].x, runs[0].x, rtol=1e-12, atol=1e-13)
     for a, b in zip(runs[0].clients, runs[1].clients, strict=True):

@@ -204,7 +204,7 @@ def test_a_metric_that_is_no_number_is_refused_before_any_work(answer):
         fadamgc.simulate(fadamgc.FedAvg(), task, **GOOD, callbacks=[lambda end: pytest.fail("too late")])
 
 
-@pytest.mark.parametrize("executor", ["loop", "vectorized"])
+@pytest.mark.parametrize("executor", ["loop", "threads", "vectorized"])
 def test_a_failure_on_one_clients_data_names_it(executor):
     task = class_task(sizes=(4, 4, 1, 4), model=mlp(0, nn.BatchNorm1d(8)))
     with pytest.raises(fadamgc.FadamgcError, match="client 2 in round 1, at local step 1, on a batch of 1"):
@@ -278,7 +278,7 @@ def poisoned_task():
     return fadamgc.Task(Poisoned(), F.cross_entropy, clients, task.test_pair)
 
 
-@pytest.mark.parametrize("executor", ["loop", "vectorized"])
+@pytest.mark.parametrize("executor", ["loop", "threads", "vectorized"])
 @pytest.mark.parametrize(
     "algo", [fadamgc.FAdamGC(), fadamgc.Scaffold(eta_l=1e-3), fadamgc.FedAvg(eta_l=1e-3)]
 )
@@ -288,7 +288,7 @@ def test_a_non_finite_update_is_named(algo, executor):
     assert (error.value.client, error.value.round, error.value.step) == (2, 1, 2)
 
 
-@pytest.mark.parametrize("executor", ["loop", "vectorized"])
+@pytest.mark.parametrize("executor", ["loop", "threads", "vectorized"])
 @pytest.mark.parametrize("name", ["fadamgc", "scaffold", "scaffold_m", "fa_nt", "local_adam", "fedadam"])
 def test_a_dropped_client_is_left_as_it_was(name, executor):
     algo = fadamgc.make_algorithm(name, eta_l=1e-3)

@@ -326,7 +326,12 @@ def test_resume_keeps_what_is_finished_and_equal(done, tmp_path, monkeypatch):
     short = spec_of(TINY).replace("run", rounds=1)
     run_spec(short, out, workers=1, quiet=True)
     made = []
-    monkeypatch.setattr(pool, "execute", lambda job, on_round: made.append(job.name) or pool.Outcome(1, 0.5))
+
+    def execute(jobs, on_round):
+        made.extend(job.name for job in jobs)
+        return [pool.Outcome(1, 0.5)] * len(jobs)
+
+    monkeypatch.setattr(pool, "execute", execute)
     run_spec(short, out, workers=1, quiet=True, resume=True)
     assert made == []
     (out / "runs" / "localadam-seed1" / "run.json").unlink()
@@ -634,7 +639,7 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path):
     def stop_after(rounds: int):
         done = 0
 
-        def on_round() -> bool:
+        def on_round(i: int) -> bool:
             nonlocal done
             done += 1
             return done == rounds
@@ -642,10 +647,10 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path):
         return on_round
 
     with pytest.raises(pool.Stopped):
-        pool.execute(job, stop_after(33))
+        pool.execute([job], stop_after(33))
     assert not job.saved()
     counted: list[int] = []
-    outcome = pool.execute(job, lambda: bool(counted.append(1)))
+    (outcome,) = pool.execute([job], lambda i: bool(counted.append(1)))
     assert outcome.rounds == 60
     assert len(counted) == 60 - 25
     run = job.saved()
@@ -657,11 +662,12 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path):
 def test_a_checkpoint_of_other_settings_is_not_gone_on_from(tmp_path):
     spec = spec_of(TINY.replace("rounds = 3", "rounds = 30", 1))
     job = plan(spec, tmp_path)[-1]
+    answers = iter([False] * 26 + [True])
     with pytest.raises(pool.Stopped):
-        pool.execute(job, iter([False] * 26 + [True]).__next__)
+        pool.execute([job], lambda i: next(answers))
     other = dataclasses.replace(job, algorithm=dataclasses.replace(job.algorithm, beta1=0.5))
     counted: list[int] = []
-    pool.execute(other, lambda: bool(counted.append(1)))
+    pool.execute([other], lambda i: bool(counted.append(1)))
     assert len(counted) == 30
 
 

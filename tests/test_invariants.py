@@ -11,7 +11,7 @@ import fadamgc
 from fadamgc.data import digits, partition, synthetic
 from problems import class_task, linear_task
 
-EXECUTORS = pytest.mark.parametrize("executor", ["loop", "vectorized"])
+EXECUTORS = pytest.mark.parametrize("executor", ["loop", "threads", "vectorized"])
 
 
 def simulate(algo, task, executor="loop", **options):

@@ -159,7 +159,7 @@ RUNS = [
 ]
 
 
-@pytest.fixture(params=["loop", "vectorized"])
+@pytest.fixture(params=["loop", "threads", "vectorized"])
 def executor(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -1,6 +1,7 @@
 """Jobs over processes: each is one run, saved the moment it is finished.
 
-A process computes with one thread, also where there is only one process, so that the bits of a run do
+Jobs of one method go to a process as a group, whose runs advance together (see ``sim/many.py``). A process
+computes with one thread, also where there is only one process, so that the bits of a run do
 not depend on how many there are.
 """
 
@@ -16,6 +17,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby, pairwise
 from multiprocessing import connection, get_context, parent_process
 from pathlib import Path
 from queue import SimpleQueue
@@ -29,10 +31,13 @@ from fadamgc.experiments.build import build_task
 from fadamgc.experiments.spec import CostSpec, MethodSpec, RunSpec, Spec, TaskSpec
 from fadamgc.files import as_json, has_bundle
 from fadamgc.sim.cores import one_thread
-from fadamgc.sim.engine import RoundEnd, simulate
+from fadamgc.sim.engine import Engine, Hooks, Makers, RoundEnd, prepare, simulate
+from fadamgc.sim.many import Share, advance
 from fadamgc.sim.run import Run, load_run
 
+CHECKPOINT = "checkpoint"
 CHECKPOINT_EVERY = 25  # rounds that an interrupted run loses at the most
+TOGETHER = 16  # runs that advance together at the most
 
 
 @dataclass(frozen=True)
@@ -86,35 +91,51 @@ class Job:
         dry = replace(self, run=run.model_copy(update={"rounds": 0, "executor": executor}))
         dry.simulate()
 
-    def simulate(
-        self, callback: Callable[[RoundEnd], object] | None = None, checkpoint: Path | None = None
-    ) -> Run:
-        """Run it, going on from a checkpoint if there is one."""
+    def simulate(self) -> Run:
+        """Run it on its own, and keep nothing."""
+        return self.labelled(simulate(**self.arguments(), progress=False))
+
+    def arguments(self) -> dict[str, Any]:
+        """What ``simulate`` is called with."""
         run = self.run
-        result = simulate(
-            self.algorithm,
-            build_task(self.task, self.seed, self.validation),
-            rounds=run.rounds,
-            sampled=run.sampled,
-            tracked=run.tracked,
-            local_steps=run.local_steps,
-            batch_size=run.batch_size,
-            seed=self.seed,
-            local_epochs=run.local_epochs,
-            weights=run.weights,
-            eval_every=run.eval_every,
-            target=run.target if run.stop_at_target else None,
-            on_nonfinite=run.on_nonfinite,
-            cost=self.cost.model(),
-            dtype={"float32": torch.float32, "float64": torch.float64}[run.dtype],
-            executor=run.executor,
-            progress=False,
-            callbacks=() if callback is None else (callback,),
-            checkpoint=checkpoint,
-            checkpoint_every=CHECKPOINT_EVERY,
-            resume=checkpoint is not None,
-        )
-        return replace(result, settings=result.settings | {"job": self.identity()})
+        return {
+            "algorithm": self.algorithm,
+            "task": build_task(self.task, self.seed, self.validation),
+            "rounds": run.rounds,
+            "sampled": run.sampled,
+            "tracked": run.tracked,
+            "local_steps": run.local_steps,
+            "batch_size": run.batch_size,
+            "seed": self.seed,
+            "local_epochs": run.local_epochs,
+            "weights": run.weights,
+            "eval_every": run.eval_every,
+            "target": run.target if run.stop_at_target else None,
+            "on_nonfinite": run.on_nonfinite,
+            "cost": self.cost.model(),
+            "dtype": {"float32": torch.float32, "float64": torch.float64}[run.dtype],
+            "executor": run.executor,
+        }
+
+    def start(self, callback: Callable[[RoundEnd], object], make: Makers) -> tuple[Engine, Hooks]:
+        """The run before its first round, or where its checkpoint is."""
+        checkpoint = self.folder / CHECKPOINT
+        arguments = self.arguments() | {
+            "callbacks": (callback,),
+            "checkpoint": checkpoint,
+            "checkpoint_every": CHECKPOINT_EVERY,
+            "resume": True,
+            "make": make,
+        }
+        try:
+            return prepare(**arguments)
+        except CheckpointError:
+            shutil.rmtree(checkpoint, ignore_errors=True)  # of other settings, or damaged
+            return prepare(**arguments)
+
+    def labelled(self, run: Run) -> Run:
+        """The run with what it is a run of."""
+        return replace(run, settings=run.settings | {"job": self.identity()})
 
     def saved(self) -> Run | None:
         """The run if it was saved by a job equal to this one, else None."""
@@ -143,35 +164,56 @@ class Stopped(Exception):  # noqa: N818
     """The user wants no more; what was not finished is not kept."""
 
 
-def execute(job: Job, on_round: Callable[[], bool]) -> Outcome:
-    """Run a job and save it; ``on_round`` says after each round whether to stop."""
+def execute(jobs: Sequence[Job], on_round: Callable[[int], bool]) -> list[Outcome]:
+    """Run jobs of one method together, and save each as soon as it has ended.
 
-    def callback(_: RoundEnd) -> None:
-        if on_round():
+    ``on_round`` is told after each round which job had it, and says whether to stop.
+    """
+    outcomes: dict[int, Outcome] = {}
+
+    def callback(i: int, _: RoundEnd) -> None:
+        if on_round(i):
             raise Stopped
 
-    checkpoint = job.folder / "checkpoint"
-    try:
-        try:
-            run = job.simulate(callback, checkpoint)
-        except CheckpointError:
-            shutil.rmtree(checkpoint, ignore_errors=True)  # of other settings, or damaged
-            run = job.simulate(callback, checkpoint)
-    except NonFiniteError as error:
-        return Outcome(error.round, None, str(error))
-    run.save(job.folder, states=False)
-    shutil.rmtree(checkpoint, ignore_errors=True)
-    return Outcome(len(run.history), run.history[-1].test_metric)
+    def finished(i: int, run: Run | NonFiniteError) -> None:
+        job = jobs[i]
+        if isinstance(run, NonFiniteError):
+            outcomes[i] = Outcome(run.round, None, str(run))
+            return
+        job.labelled(run).save(job.folder, states=False)
+        shutil.rmtree(job.folder / CHECKPOINT, ignore_errors=True)
+        outcomes[i] = Outcome(len(run.history), run.history[-1].test_metric)
+
+    share = Share()
+    with torch.inference_mode(False):
+        started = [job.start(partial(callback, i), share.makers) for i, job in enumerate(jobs)]
+        advance(started, finished=finished)
+    return [outcomes[i] for i in range(len(jobs))]
+
+
+def in_groups(jobs: Sequence[Job], workers: int) -> list[list[int]]:
+    """Numbers of jobs that go to a process together: of one method, and enough groups for all processes."""
+    most = max(1, min(TOGETHER, -(-len(jobs) // (3 * workers))))
+    groups: list[list[int]] = []
+    for _, alike in groupby(range(len(jobs)), key=lambda i: jobs[i].method.algorithm):
+        numbers = list(alike)
+        count = -(-len(numbers) // most)
+        bounds = [len(numbers) * g // count for g in range(count + 1)]
+        groups += [numbers[a:b] for a, b in pairwise(bounds)]
+    return groups
 
 
 def run_jobs(jobs: Sequence[Job], workers: int | None, progress: Progress, finished: Finished) -> None:
     """Run all jobs. On an interrupt or an error the workers stop; what was saved by then stays."""
     check_workers(workers)
     count = min(workers or os.cpu_count() or 1, len(jobs))
+    groups = in_groups(jobs, max(1, count))
     if count <= 1:
         with one_thread():
-            for i, job in enumerate(jobs):
-                finished(i, execute(job, partial(_advance, progress, i)))
+            for group in groups:
+                outcomes = execute([jobs[i] for i in group], partial(_advance, progress, group))
+                for i, outcome in zip(group, outcomes, strict=True):
+                    finished(i, outcome)
         return
     context = get_context("spawn")
     stop, messages = context.Event(), context.SimpleQueue()
@@ -181,14 +223,15 @@ def run_jobs(jobs: Sequence[Job], workers: int | None, progress: Progress, finis
     try:
         # A queue and not concurrent.futures.wait: that takes the locks of all futures, and an interrupt in
         # the middle of it would leave some of them held, and the shutdown waiting for ever.
-        ended: SimpleQueue[Future[Outcome]] = SimpleQueue()
+        ended: SimpleQueue[Future[list[Outcome]]] = SimpleQueue()
         with no_interrupts():  # the parent gets it and says what to do
-            numbers = {pool.submit(_work, i, job): i for i, job in enumerate(jobs)}
-            for future in numbers:
+            owned = {pool.submit(_work, group, [jobs[i] for i in group]): group for group in groups}
+            for future in owned:
                 future.add_done_callback(ended.put)
-        for _ in jobs:
+        for _ in groups:
             future = ended.get()
-            finished(numbers[future], future.result())
+            for i, outcome in zip(owned[future], future.result(), strict=True):
+                finished(i, outcome)
     except BrokenProcessPool:
         raise FadamgcError(
             "a worker process died, perhaps for lack of memory; what was finished is saved: "
@@ -221,8 +264,8 @@ def no_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _advance(progress: Progress, i: int) -> bool:
-    progress(i)
+def _advance(progress: Progress, group: Sequence[int], i: int) -> bool:
+    progress(group[i])
     return False
 
 
@@ -247,12 +290,12 @@ def _die_with_parent() -> None:
     os._exit(1)
 
 
-def _work(i: int, job: Job) -> Outcome:
-    def on_round() -> bool:
-        _messages.put(i)
+def _work(group: list[int], jobs: list[Job]) -> list[Outcome]:
+    def on_round(i: int) -> bool:
+        _messages.put(group[i])
         return bool(_stop.is_set())
 
-    return execute(job, on_round)
+    return execute(jobs, on_round)
 
 
 def _listen(messages: Any, progress: Progress) -> None:

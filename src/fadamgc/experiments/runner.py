@@ -224,8 +224,9 @@ def carry_out(jobs: Sequence[Job], workers: int | None, quiet: bool, done: int =
         try:
             run_jobs(jobs, workers, progress, finished)
         except KeyboardInterrupt:
+            saved = total - sum(job.saved() is None for job in jobs)  # some may have been, since then
             raise Interrupted(
-                f"stopped; {done} of {total} runs are saved, and the same command with --resume goes on"
+                f"stopped; {saved} of {total} runs are saved, and the same command with --resume goes on"
             ) from None
     return tuple(failures)
 

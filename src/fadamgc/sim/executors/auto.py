@@ -30,28 +30,8 @@ log = logging.getLogger("fadamgc")
 
 def choose(problem: Problem, plan: Plan) -> Executor:
     """The executor that is expected to be fastest, or one that timing shows to be clearly faster."""
-    candidates = _candidates(problem, plan)
-    expected = next(iter(candidates))
-    if len(candidates) == 1 or plan.rounds * plan.sampled * plan.steps < LONG:
-        log.info("executor auto: %s (by rule)", expected)
-        return candidates[expected]
-    seconds = {name: _seconds(executor, problem, plan) for name, executor in candidates.items()}
-    fastest = min(seconds, key=seconds.__getitem__)
-    chosen = fastest if seconds[expected] > CLEARLY * seconds[fastest] else expected
-    shown = ", ".join(f"{name} {1e3 * s:.3g} ms" for name, s in seconds.items())
-    log.info("executor auto: %s (a step of one client: %s)", chosen, shown)
-    return candidates[chosen]
-
-
-def _candidates(problem: Problem, plan: Plan) -> dict[str, Executor]:
-    """What can run the problem; what is expected to be fastest comes first."""
-    found: dict[str, Executor] = {}
-    makers: dict[str, Callable[[Problem, Plan], Executor]] = {}
-    if problem.flat.d <= SMALL and not _convolves(problem):
-        makers["vectorized"] = VectorizedExecutor
-    if problem.device.type == "cpu" and (os.cpu_count() or 1) > 1 and plan.sampled > 1:
-        makers["threads"] = ThreadsExecutor
-    for name, make in makers.items():
+    made: dict[str, Executor] = {}
+    for name, make in _makers(problem, plan).items():
         try:
             executor = make(problem, plan)
         except InputError as error:
@@ -59,10 +39,34 @@ def _candidates(problem: Problem, plan: Plan) -> dict[str, Executor]:
             continue
         if isinstance(executor, VectorizedExecutor) and not executor.samplewise:
             continue  # blocks would be small and their shapes many
-        found[name] = executor
-    if found and "vectorized" not in found and not _convolves(problem):
-        return {"loop": LoopExecutor(problem), **found}  # small operations: threads wait for each other
-    return {**found, "loop": LoopExecutor(problem)}
+        made[name] = executor
+        if plan.rounds * plan.sampled * plan.steps < LONG:
+            break
+    expected = next(iter(made))
+    if len(made) == 1:
+        log.info("executor auto: %s (by rule)", expected)
+        return made[expected]
+    seconds = {name: _seconds(executor, problem, plan) for name, executor in made.items()}
+    fastest = min(seconds, key=seconds.__getitem__)
+    chosen = fastest if seconds[expected] > CLEARLY * seconds[fastest] else expected
+    shown = ", ".join(f"{name} {1e3 * s:.3g} ms" for name, s in seconds.items())
+    log.info("executor auto: %s (a step of one client: %s)", chosen, shown)
+    return made[chosen]
+
+
+def _makers(problem: Problem, plan: Plan) -> dict[str, Callable[[Problem, Plan], Executor]]:
+    """What may run the problem; what is expected to be fastest comes first."""
+    makers: dict[str, Callable[[Problem, Plan], Executor]] = {}
+    small = problem.flat.d <= SMALL and not _convolves(problem)
+    if small and not problem.random:
+        makers["vectorized"] = VectorizedExecutor
+    threads = problem.device.type == "cpu" and (os.cpu_count() or 1) > 1 and plan.sampled > 1
+    if small or not threads:  # short operations: threads would wait for each other
+        makers["loop"] = LoopExecutor
+    if threads:
+        makers["threads"] = ThreadsExecutor
+    makers["loop"] = LoopExecutor
+    return makers
 
 
 def _convolves(problem: Problem) -> bool:

@@ -159,8 +159,9 @@ class Place:
             parameter.data = view
             parameter.requires_grad_()
         self.g_views = list(problem.flat.unflatten(self.g).values())
-        convolutions = any(isinstance(m, nn.Conv2d) for m in self.module.modules())
-        self.channels_last = convolutions and problem.inputs.ndim == 4 and problem.dtype == torch.float32
+        self.channels_last = (
+            problem.inputs.ndim == 4 and problem.dtype == torch.float32 and _may_lie_last(self.module)
+        )
 
     def one(self, job: Job, rules: Rules, lock: threading.Lock, stop: threading.Event) -> Result | None:
         """One client's round; None if it is to stop."""
@@ -233,6 +234,19 @@ class Place:
         """A tensor that stays as it is when this place goes on to the next client."""
         mine = (self.x.untyped_storage().data_ptr(), self.g.untyped_storage().data_ptr())
         return t.clone() if t.untyped_storage().data_ptr() in mine else t
+
+
+def _may_lie_last(module: nn.Module) -> bool:
+    """Whether a module has convolutions, all of which can have their channels last.
+
+    Not all can: with fewer than eight channels, the gradient of a 1x1 convolution with a stride writes
+    beyond its memory (oneDNN as of torch 2.13), and the process dies.
+    """
+    convolutions = [m for m in module.modules() if isinstance(m, nn.Conv2d)]
+    narrow = [
+        m for m in convolutions if m.kernel_size == (1, 1) and m.stride != (1, 1) and m.in_channels < 16
+    ]
+    return bool(convolutions) and not narrow
 
 
 class Rules:

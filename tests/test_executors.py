@@ -1,0 +1,292 @@
+"""The fast ways to run: what comes out must not depend on how it was computed."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import fadamgc
+from fadamgc.models import cnn, resnet18
+from fadamgc.sim.engine import prepare
+from fadamgc.sim.executors import ThreadsExecutor, VectorizedExecutor, auto, graphs, threads
+from fadamgc.sim.executors.graphs import compiler, liftable, pointwise, record
+from fadamgc.sim.problem import Problem
+from problems import class_task, mlp
+
+needs_compiler = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+FEW = {"rounds": 2, "sampled": 4, "tracked": 2, "local_steps": 3, "batch_size": 8}
+
+
+def simulate(algo, task, **options):
+    return fadamgc.simulate(algo, task, **FEW | options)
+
+
+def pictures(clients: int = 3, samples: int = 6, side: int = 8) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    random = torch.Generator().manual_seed(1)
+    return [
+        (
+            torch.randn(samples, 3, side, side, generator=random),
+            torch.randint(10, (samples,), generator=random),
+        )
+        for _ in range(clients)
+    ]
+
+
+# Numbers of an algorithm as inputs of its graph
+
+
+def test_a_number_that_a_rule_looks_at_stays_a_constant():
+    assert liftable(fadamgc.FAdamGC()) == ("eta_l", "eta_g", "beta1", "beta2")
+    assert liftable(fadamgc.FedAvg()) == ("eta_l", "eta_g")
+
+
+def test_pointwise_graphs_are_told_from_others():
+    x = [torch.randn(4), torch.randn(4)]
+    assert pointwise(record(lambda a, b: [a * 2 + b.sqrt()], x))
+    assert not pointwise(record(lambda a, b: [a / b.norm()], x))
+    assert not pointwise(record(lambda a, b: [a + b.flip(0)], x))
+
+
+def test_two_arguments_that_are_one_tensor_are_recorded_as_two():
+    x = torch.ones(3)
+    graph = record(lambda a, b: [a + 10 * b], [x, x])
+    assert graph(torch.zeros(3), torch.ones(3))[0].tolist() == [10, 10, 10]
+
+
+# Vectorized
+
+
+@needs_compiler
+def test_compiled_blocks_of_any_size_give_the_same_bits():
+    task = class_task(sizes=(9, 20, 8, 16, 40))
+    runs = [
+        simulate(
+            fadamgc.FAdamGC(),
+            task,
+            sampled=5,
+            tracked=3,
+            executor=partial(VectorizedExecutor, block=block, compile=True),
+        )
+        for block in (1, 3, None)
+    ]
+    assert runs[0].settings["compiled"]
+    for run in runs[1:]:
+        assert torch.equal(run.x, runs[0].x)
+        assert run.history == runs[0].history
+
+
+@needs_compiler
+def test_nothing_is_compiled_again_from_round_to_round_or_run_to_run(monkeypatch):
+    compiled = []
+    original = graphs._compile
+    monkeypatch.setattr(graphs, "_compile", lambda *a: compiled.append(1) or original(*a))
+    monkeypatch.setattr(graphs, "_compiled", {})
+    task = class_task()
+    make = partial(VectorizedExecutor, compile=True)
+    simulate(fadamgc.FedAvg(), task, rounds=1, executor=make)
+    first = len(compiled)
+    assert first > 0
+    simulate(fadamgc.FedAvg(eta_l=0.3, eta_g=0.5), task, rounds=1, executor=make)
+    assert len(compiled) == first
+
+
+@needs_compiler
+def test_a_long_run_is_compiled_and_a_resumed_one_does_as_before(tmp_path, monkeypatch):
+    task = class_task()
+    monkeypatch.setattr("fadamgc.sim.executors.vectorized.LONG", 9)
+    whole = simulate(fadamgc.FedAvg(), task, rounds=4, executor="vectorized")
+    assert whole.settings["compiled"]
+    short = simulate(fadamgc.FedAvg(), task, rounds=2, executor="vectorized", checkpoint=tmp_path / "c")
+    assert not short.settings["compiled"]
+    longer = simulate(fadamgc.FedAvg(), task, rounds=4, checkpoint=tmp_path / "c", resume=True)
+    assert not longer.settings["compiled"]
+
+
+def test_without_a_compiler_it_runs_all_the_same(monkeypatch):
+    monkeypatch.setattr("fadamgc.sim.executors.vectorized.compiler", lambda: None)
+    run = simulate(fadamgc.FAdamGC(), class_task(), executor=partial(VectorizedExecutor, compile=True))
+    assert run.settings["compiled"] is False
+
+
+@needs_compiler
+def test_a_graph_that_cannot_be_compiled_is_run_as_it_is(monkeypatch, caplog):
+    def fails(*_, **__):
+        raise RuntimeError("no room\nmore of it")
+
+    monkeypatch.setattr("torch._inductor.compile", fails)
+    monkeypatch.setattr(graphs, "_compiled", {})
+    task = class_task()
+    with caplog.at_level(logging.WARNING, "fadamgc"):
+        run = simulate(fadamgc.FAdamGC(), task, executor=partial(VectorizedExecutor, compile=True))
+    assert "not compiled, which costs speed: no room" in caplog.text
+    assert torch.equal(run.x, simulate(fadamgc.FAdamGC(), task, executor="vectorized").x)
+
+
+# Threads
+
+
+@pytest.mark.parametrize("model", [mlp(), mlp(0, nn.Dropout(0.5)), mlp(0, nn.BatchNorm1d(8))])
+def test_the_number_of_threads_changes_no_bit(model):
+    task = class_task(sizes=(8, 20, 9, 16, 40), model=model)
+    runs = [
+        simulate(fadamgc.FAdamGC(), task, executor=partial(ThreadsExecutor, workers=workers))
+        for workers in (1, 2, 5)
+    ]
+    for run in runs[1:]:
+        assert torch.equal(run.x, runs[0].x)
+        assert run.history == runs[0].history
+
+
+def test_threads_leave_the_number_of_threads_as_it_was():
+    before = torch.get_num_threads()
+    simulate(fadamgc.FedAvg(), class_task(), executor="threads")
+    assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize("norm", ["group", "batch"])
+@pytest.mark.parametrize("width", [4, 16])
+def test_pictures_with_channels_last_agree_with_the_loop(norm, width):
+    task = fadamgc.Task(resnet18(norm=norm, width=width, seed=0), F.cross_entropy, pictures())
+    assert threads.Place(Problem(task)).channels_last == (width == 16)
+    options = {"sampled": 3, "tracked": 2, "batch_size": 6, "local_steps": 1, "rounds": 1}
+    algo = fadamgc.FedAvg(eta_l=0.01)
+    one, two = (simulate(algo, task, executor=e, **options) for e in ("loop", "threads"))
+    moved = (one.x - Problem(task).x0).norm()
+    assert (two.x - one.x).norm() < 1e-3 * moved
+    options |= {"dtype": torch.float64, "local_steps": 2}
+    one, two = (simulate(fadamgc.FAdamGC(), task, executor=e, **options) for e in ("loop", "threads"))
+    torch.testing.assert_close(two.x, one.x, rtol=1e-8, atol=1e-10)
+
+
+def test_rules_in_pieces_are_the_rules(monkeypatch):
+    whole = simulate(fadamgc.FAdamGC(), class_task(), executor="threads")
+    monkeypatch.setattr(threads, "PIECE", 7)
+    assert torch.equal(simulate(fadamgc.FAdamGC(), class_task(), executor="threads").x, whole.x)
+
+
+class Normalised(fadamgc.FedAvg):
+    """Local steps of length one: not a rule for each number on its own."""
+
+    def direction(self, down, client, local, g):
+        return g / g.norm(dim=-1, keepdim=True), local
+
+
+def test_rules_that_look_at_whole_vectors_are_not_cut(monkeypatch):
+    monkeypatch.setattr(threads, "PIECE", 7)
+    one, *others = (
+        simulate(Normalised(), class_task(), executor=e, dtype=torch.float64)
+        for e in ("loop", "threads", "vectorized")
+    )
+    for other in others:
+        torch.testing.assert_close(other.x, one.x, rtol=1e-12, atol=1e-13)
+
+
+def test_who_has_nothing_left_takes_from_who_has_most():
+    hands = [deque("ab"), deque(), deque("xyz")]
+    assert [threads.take(hands, 1) for _ in range(3)] == ["z", "b", "y"]
+    assert threads.take(hands, 0) == "a"
+    assert threads.take(hands, 0) == "x"
+    assert threads.take(hands, 0) is None
+
+
+def test_jobs_are_dealt_by_their_work():
+    engine, _ = prepare(
+        fadamgc.FedAvg(), class_task(sizes=(2, 3, 40, 4, 5)), rounds=1, local_epochs=1, batch_size=1
+    )
+    hands = threads.deal(engine.begin(), 2)
+    assert sorted(sorted(job.client for job in hand) for hand in hands) == [[0, 1, 3, 4], [2]]
+
+
+def test_an_error_in_a_thread_names_the_client_and_stops_the_others():
+    class Picky(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = mlp()
+
+        def forward(self, x):
+            if len(x) == 3:
+                raise ValueError("three")
+            return self.inner(x)
+
+    with pytest.raises(fadamgc.FadamgcError, match="failed for client 0 in round 1, at local step 1.*three"):
+        simulate(fadamgc.FedAvg(), class_task(model=Picky()), sampled=6, executor="threads")
+
+
+# The choice
+
+
+def chosen(monkeypatch, seconds, task, **options):
+    monkeypatch.setattr(auto, "LONG", 0)
+    monkeypatch.setattr(auto, "_seconds", lambda executor, *_: seconds[executor.name])
+    return simulate(fadamgc.FedAvg(), task, **options).settings["executor"]
+
+
+def test_auto_takes_another_executor_only_if_it_is_clearly_faster(monkeypatch, caplog):
+    task = class_task()
+    near = {"vectorized": 1.1, "loop": 1.0, "threads": 1.5}
+    assert chosen(monkeypatch, near, task) == "vectorized"
+    with caplog.at_level(logging.INFO, "fadamgc"):
+        assert chosen(monkeypatch, near | {"threads": 0.5}, task) == "threads"
+    assert "executor auto: threads (a step of one client: vectorized 1.1e+03 ms" in caplog.text
+
+
+def test_auto_times_what_can_run(monkeypatch, caplog):
+    monkeypatch.setattr(auto, "LONG", 0)
+    task = fadamgc.Task(cnn(side=8, widths=(2, 3), seed=0), F.cross_entropy, pictures())
+    options = {"rounds": 1, "sampled": 3, "tracked": 3, "batch_size": 4}
+    with caplog.at_level(logging.INFO, "fadamgc"):
+        run = simulate(fadamgc.FAdamGC(), task, **options)
+    assert run.settings["executor"] in ("threads", "loop")
+    assert "loop" in caplog.text
+    assert "threads" in caplog.text
+    assert "vectorized" not in caplog.text
+
+
+def test_auto_by_rule_in_short_runs():
+    assert simulate(fadamgc.FedAvg(), class_task()).settings["executor"] == "vectorized"
+    task = fadamgc.Task(cnn(side=8, widths=(2, 3), seed=0), F.cross_entropy, pictures())
+    run = simulate(fadamgc.FedAvg(), task, rounds=1, sampled=3, tracked=3, batch_size=4)
+    assert run.settings["executor"] == "threads"
+    dropout = class_task(model=mlp(0, nn.Dropout(0.5)))
+    assert simulate(fadamgc.FedAvg(), dropout).settings["executor"] == "loop"
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (partial(ThreadsExecutor, workers=0), "workers=0 is not accepted; it must be a whole number >= 1"),
+        (partial(VectorizedExecutor, block=0), "block=0 is not accepted"),
+    ],
+)
+def test_wrong_settings_of_an_executor_are_refused(make, said):
+    with pytest.raises(fadamgc.InputError, match=said):
+        simulate(fadamgc.FedAvg(), class_task(), executor=make)
+
+
+# What tells problems apart
+
+
+class Scaled(nn.Module):
+    """A module whose description does not say all."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.inner, self.factor = mlp(), [factor]
+
+    def forward(self, x):
+        return self.inner(x) * self.factor[0]
+
+
+def test_problems_are_alike_only_if_model_and_loss_are():
+    one = Problem(class_task(seed=0))
+    assert one.like(Problem(class_task(seed=1)))
+    assert not one.like(Problem(class_task(model=nn.Linear(5, 3))))
+    twice, thrice = (Problem(class_task(model=Scaled(factor))) for factor in (2, 3))
+    assert not twice.like(thrice)
+    assert twice.like(Problem(class_task(model=Scaled(2), seed=4)))

@@ -1,0 +1,172 @@
+"""Many runs at once: each is what it would be alone."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import fadamgc
+from fadamgc.sim.executors import VectorizedExecutor
+from fadamgc.sim.executors.graphs import compiler
+from problems import class_task, mlp, settings_for
+
+SHORT = {"rounds": 3, "sampled": 4, "tracked": 2, "local_steps": 4, "batch_size": 8}
+
+
+def grid(tasks):
+    return [
+        {"algorithm": fadamgc.FAdamGC(eta_l=eta_l, beta1=beta1), "task": task, "seed": seed}
+        for eta_l, beta1 in ((0.1, 0.9), (0.01, 0.9), (0.001, 0.5))
+        for seed, task in enumerate(tasks)
+    ]
+
+
+def assert_same(many, alone):
+    assert len(many) == len(alone)
+    for a, b in zip(many, alone, strict=True):
+        assert a.history == b.history
+        assert torch.equal(a.x, b.x)
+        for left, right in zip(a.clients, b.clients, strict=True):
+            assert all(torch.equal(p, q) for p, q in zip(left, right, strict=True))
+        same = {k: v for k, v in a.settings.items() if k != "executor"}
+        assert same == {k: v for k, v in b.settings.items() if k != "executor"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"local_steps": None, "local_epochs": 1},
+        {"batch_size": None},
+        {"batch_size": 3},
+        {"weights": "size", "eval_every": 2},
+        {"target": 0.6, "rounds": 8},
+    ],
+)
+def test_each_run_is_what_it_is_alone(options):
+    tasks = [class_task(seed=seed) for seed in (0, 1)]
+    common = SHORT | options
+    alone = [fadamgc.simulate(**own, **common) for own in grid(tasks)]
+    assert_same(fadamgc.simulate_many(grid(tasks), **common), alone)
+
+
+@pytest.mark.parametrize("name", fadamgc.algorithms())
+def test_every_algorithm_can_be_run_many_at_once(name):
+    task = class_task()
+    eta = 0.01
+    runs = [{"algorithm": fadamgc.make_algorithm(name, eta_l=eta / k), "seed": k} for k in (1, 2)]
+    common = SHORT | settings_for(runs[0]["algorithm"], task.n) | {"task": task}
+    alone = [fadamgc.simulate(**own, **common) for own in runs]
+    assert_same(fadamgc.simulate_many(runs, **common), alone)
+
+
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+def test_compiled_runs_are_what_they_are_alone(monkeypatch):
+    monkeypatch.setattr("fadamgc.sim.executors.vectorized.LONG", 1)
+    tasks = [class_task(seed=seed) for seed in (0, 1)]
+    alone = [fadamgc.simulate(**own, **SHORT) for own in grid(tasks)]
+    assert all(run.settings["compiled"] for run in alone)
+    assert_same(fadamgc.simulate_many(grid(tasks), **SHORT), alone)
+
+
+@pytest.mark.parametrize("model", [mlp(0, nn.BatchNorm1d(8)), mlp(0, nn.Dropout(0.3))])
+def test_models_that_are_not_for_blocks(model):
+    task = class_task(sizes=(4, 8, 12, 8), model=model)
+    runs = [{"algorithm": fadamgc.FedAvg(eta_l=0.01), "seed": seed} for seed in (0, 1)]
+    common = SHORT | {"task": task}
+    alone = [fadamgc.simulate(**own, **common) for own in runs]
+    assert_same(fadamgc.simulate_many(runs, **common), alone)
+
+
+def test_runs_of_different_kinds_may_be_mixed():
+    task = class_task()
+    runs = [
+        {"algorithm": fadamgc.FedAvg()},
+        {"algorithm": fadamgc.FAdamGC(), "executor": "loop"},
+        {"algorithm": fadamgc.FAdamGC(v_hat="restart"), "rounds": 2},
+        {"algorithm": fadamgc.FAdamGC(eps=0.0)},
+        {"algorithm": fadamgc.FAdamGC(), "dtype": torch.float64},
+        {"algorithm": fadamgc.FAdamGC(), "task": class_task(model=nn.Linear(5, 3))},
+    ]
+    alone = [fadamgc.simulate(**{"task": task} | SHORT | own) for own in runs]
+    assert_same(fadamgc.simulate_many(runs, task=task, **SHORT), alone)
+
+
+def test_runs_share_blocks():
+    blocks = []
+
+    class Watched(VectorizedExecutor):
+        def _run_block(self, jobs):
+            blocks.append(len(jobs))
+            return super()._run_block(jobs)
+
+    make = partial(Watched, compile=False)
+    runs = [{"algorithm": fadamgc.FedAvg(eta_l=eta)} for eta in (0.1, 0.2, 0.3)]
+    common = SHORT | {"rounds": 1, "batch_size": 3}
+    fadamgc.simulate_many(runs, task=class_task(), executor=make, **common)
+    assert blocks == [12]
+
+
+def test_processes_give_the_bits_of_one():
+    runs = [{"algorithm": fadamgc.FAdamGC(eta_l=eta), "seed": 1} for eta in (0.1, 0.01, 0.001)]
+    task = class_task()
+    one = fadamgc.simulate_many(runs, task=task, **SHORT)
+    two = fadamgc.simulate_many(runs, task=task, workers=2, **SHORT)
+    assert_same(two, one)
+
+
+def test_a_run_that_diverges_does_not_take_the_others_with_it():
+    runs = [{"algorithm": fadamgc.FedAvg(eta_l=eta)} for eta in (0.1, 1e38, 0.01)]
+    task = class_task(model=nn.Linear(5, 3))
+    good, bad, other = fadamgc.simulate_many(runs, task=task, errors="return", **SHORT)
+    assert isinstance(bad, fadamgc.NonFiniteError)
+    assert len(good.history) == len(other.history) == SHORT["rounds"]
+    with pytest.raises(fadamgc.NonFiniteError):
+        fadamgc.simulate_many(runs, task=task, **SHORT)
+
+
+def test_callbacks_and_checkpoints_are_each_run_s_own(tmp_path):
+    task = class_task()
+    runs = [
+        {"algorithm": fadamgc.FAdamGC(), "seed": seed, "checkpoint": tmp_path / str(seed)} for seed in (0, 1)
+    ]
+    runs[0]["callbacks"] = [lambda end: end.record.round == 2]
+    stopped, whole = fadamgc.simulate_many(runs, task=task, **SHORT)
+    assert (len(stopped.history), len(whole.history)) == (2, 3)
+    resumed = [run | {"resume": True, "callbacks": []} for run in runs]
+    alone = [fadamgc.simulate(fadamgc.FAdamGC(), task, seed=seed, **SHORT) for seed in (0, 1)]
+    again = fadamgc.simulate_many(resumed, task=task, **SHORT)
+    for a, b in zip(again, alone, strict=True):
+        assert a.history == b.history
+        assert torch.equal(a.x, b.x)
+
+
+@pytest.mark.parametrize(
+    ("runs", "options", "said"),
+    [
+        ([{"seed": 1}], {}, r"runs\[0\] has no algorithm; give it there, or to all runs"),
+        ([{"algorithm": fadamgc.FedAvg(), "sede": 1}], {}, r"runs\[0\]: 'sede' is no argument.*'seed'"),
+        ([fadamgc.FedAvg()], {}, r"runs\[0\]=FedAvg.*give a dict of arguments of simulate"),
+        ([], {"workers": 0}, "workers=0 is not accepted"),
+        ([], {"errors": "ignore"}, "errors='ignore' is not accepted; it must be 'raise' or 'return'"),
+        ([{"algorithm": fadamgc.FedAvg(), "sampled": 99}], {}, "sampled=99 exceeds clients=6"),
+    ],
+)
+def test_bad_input(runs, options, said):
+    with pytest.raises(fadamgc.InputError, match=said):
+        fadamgc.simulate_many(runs, task=class_task(), rounds=1, **options)
+
+
+def test_what_cannot_be_sent_to_a_process_is_said():
+    task = class_task()
+    task.loss = lambda output, target: nn.functional.cross_entropy(output, target)
+    runs = [{"algorithm": fadamgc.FedAvg(), "seed": seed} for seed in (0, 1)]
+    with pytest.raises(fadamgc.InputError, match="workers=2 needs runs that can be pickled; use workers=1"):
+        fadamgc.simulate_many(runs, task=task, workers=2, rounds=1)
+
+
+def test_no_runs_are_no_runs():
+    assert fadamgc.simulate_many([], task=class_task(), rounds=1) == []
