@@ -100,7 +100,6 @@ def scale(
 def memory(states: str, clients: int = 100, again: int = 2) -> dict[str, Any]:
     """FAdamGC on ResNet-18 until every client has taken part, and some rounds more."""
     import dataclasses
-    import inspect
 
     from torch.nn.functional import cross_entropy
 
@@ -109,11 +108,6 @@ def memory(states: str, clients: int = 100, again: int = 2) -> dict[str, Any]:
     from workloads import WORKLOADS
 
     workload = dataclasses.replace(WORKLOADS["resnet18"], clients=clients)
-    keywords: dict[str, Any] = {"states": states}
-    if "states" not in inspect.signature(fadamgc.simulate).parameters:
-        if states != "memory":
-            raise SystemExit(f"simulate has no states={states!r} here")
-        keywords = {}
     task = fadamgc.Task(workload.make_model(0), cross_entropy, list(zip(*workload.data(), strict=True)))
     S = workload.sampled
     groups = [list(range(first, first + S)) for first in range(0, clients, S)]
@@ -134,7 +128,7 @@ def memory(states: str, clients: int = 100, again: int = 2) -> dict[str, Any]:
         schedule=schedule,
         progress=False,
         callbacks=[note],
-        **keywords,
+        states=states,
     )
     parameters = sum(p.numel() for p in task.model.parameters())
     return {
@@ -146,16 +140,6 @@ def memory(states: str, clients: int = 100, again: int = 2) -> dict[str, Any]:
         "peak_rss": status()["VmHWM"],
         "seconds": seconds,
     }
-
-
-def many_runs(runs: list[dict[str, Any]], task: Any, workers: int, **common: Any) -> list[Any]:
-    """The call that is measured in ``sweep``."""
-    import fadamgc
-
-    if not hasattr(fadamgc, "simulate_many"):
-        raise SystemExit("fadamgc.simulate_many is not there")
-    finished: list[Any] = fadamgc.simulate_many(runs, task, workers=workers, **common)
-    return finished
 
 
 def sweep(rounds: int, seeds: int = 4, workers: int = 2) -> dict[str, Any]:
@@ -174,10 +158,11 @@ def sweep(rounds: int, seeds: int = 4, workers: int = 2) -> dict[str, Any]:
     seconds = []
     for _ in range(2):
         began = time.perf_counter()
-        finished = many_runs(
+        finished = fadamgc.simulate_many(
             runs,
-            task,
-            workers,
+            task=task,
+            workers=workers,
+            progress=False,
             rounds=rounds,
             sampled=workload.sampled,
             local_steps=workload.steps,

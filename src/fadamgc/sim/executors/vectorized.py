@@ -161,8 +161,10 @@ class VectorizedExecutor:
         blocks = -(-clients // self.block)
         size = max(2, -(-clients // blocks))
         if self.compiled:
-            fitting = [s for s in self._sizes if -(-clients // s) * s <= 1.25 * max(clients, 2)]
-            size = max(fitting, default=size)
+            near = [
+                s for s in self._sizes if 0.7 * size <= s and -(-clients // s) * s <= 1.25 * max(clients, 2)
+            ]
+            size = max(near, default=size)
             self._sizes.add(size)
         return size
 
