@@ -64,7 +64,9 @@ class System:
     def command(self, workload: str, optimizer: str, *more: str) -> list[str]:
         """How to start a worker."""
         torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(self.processes), "-m")
+        # The workloads import this package, which turns huge pages on; elsewhere torch's default is measured.
         return [
+            *(() if self.module == "workers.ours" else ("env", "THP_MEM_ALLOC_ENABLE=0")),
             *((*ISOLATED, *LOOPBACK) if self.isolated else ()),
             str(python_of(self.environment)),
             "-m",

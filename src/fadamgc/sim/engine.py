@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from fadamgc.algorithm import Algorithm, AnyAlgorithm, Cohort, add
+from fadamgc.algorithm import Algorithm, AnyAlgorithm, Cohort
 from fadamgc.algorithms import algorithm_name
 from fadamgc.errors import InputError, NonFiniteError
 from fadamgc.sim.aggregate import Sums, finite, in_order
@@ -381,7 +381,11 @@ class Engine:
                 continue
             weight = 1.0 if self.weights is None else self.weights[job.client]
             up = result.up if self.weights is None else type(result.up)(*(weight * f for f in result.up))
-            total = up if total is None else add(total, up)
+            if total is None:
+                total = type(up)(*(f.clone() for f in up))
+            else:
+                for f, more in zip(total, up, strict=True):
+                    f.add_(more)
             sums.add(weight, len(job.batches.size), result)
             staged[job.client] = self.clients.stage(result.state)
         server, buffers = self.server, self.buffers
