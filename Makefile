@@ -6,7 +6,7 @@ OUT    ?= out/compare
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check format clean
+.PHONY: help install demo test bench check format clean
 
 help:  ## Show this list
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -26,6 +26,9 @@ demo: install  ## Compare the seven methods of the paper on digits; results in o
 
 test: install  ## Run all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
+
+bench: install  ## Measure beside a bare loop, pfl and Flower (two hours; nothing else should run)
+	$(BIN)/python benchmarks/bench.py
 
 check: install  ## Lint and type-check
 	$(BIN)/ruff check .

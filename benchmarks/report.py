@@ -92,6 +92,40 @@ def table(results: Results) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def summary(results: Results) -> str:
+    """The speeds alone: a row for each group, a column for each system that the README speaks of."""
+    columns = {
+        "ours_fedavg": "fadamgc: FedAvg",
+        "ours_local_adam": "LocalAdam",
+        "ours_fadamgc": "FAdamGC",
+        "pfl": "pfl",
+        "pfl_fused": "pfl, fused",
+        "pfl_2_processes": "pfl, fused, 2 processes",
+        "flower": "Flower",
+    }
+    rows = []
+    for group in results["groups"]:
+        found = {line.name: line for line in lines(group)}
+        cells = [_speed_of(found.get(name)) for name in columns]
+        bare = found["bare"]
+        seconds = _s(bare.seconds) if isinstance(bare, Line) else ""
+        rows.append([f"{group['workload']['name']}, {group['optimizer']}", seconds, *cells])
+    kept = [i for i in range(len(columns) + 2) if i < 2 or any(row[i] for row in rows)]
+    head = ["Workload", "bare loop, s a round", *columns.values()]
+    machine = results["machine"]
+    note = (
+        f"Speed of a round, bare PyTorch loop = 1, medians of {results['settings']['repeats']} interleaved "
+        f"repeats on {machine['cores']} cores ({machine['cpu']}, {machine['simd']}), torch {machine['torch']}."
+    )
+    return f"{note}\n\n{markdown([head[i] for i in kept], [[row[i] for i in kept] for row in rows])}\n"
+
+
+def _speed_of(line: Line | Missing | None) -> str:
+    if line is None:
+        return ""
+    return f"{line.ratio:.2f}" if isinstance(line, Line) else "not measured"
+
+
 def _group_table(group: Results, results: Results) -> str:
     w = group["workload"]
     title = (
@@ -287,4 +321,5 @@ if __name__ == "__main__":
     for name in sys.argv[1:]:
         saved = json.loads(Path(name).read_text())
         print(table(saved))
+        Path(name).with_name("table.md").write_text(table(saved))
         chart(saved, Path(name).with_name("chart.png"))

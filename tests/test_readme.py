@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import re
 import sys
 import tomllib
@@ -94,6 +96,19 @@ def test_the_results_are_those_of_the_saved_runs():
     made = markdown(read_results(folder))
     assert made == (folder / "results.md").read_text()
     assert made.strip() in section("results")
+
+
+def test_the_speeds_are_those_of_the_last_benchmark():
+    """The README's table and the page beside the results are what their JSON says."""
+    folder = ROOT / "results" / "benchmarks"
+    spec = importlib.util.spec_from_file_location("report", ROOT / "benchmarks" / "report.py")
+    assert spec is not None
+    assert spec.loader is not None
+    report = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(report)
+    results = json.loads((folder / "results.json").read_text())
+    assert report.table(results) == (folder / "table.md").read_text()
+    assert report.summary(results).strip() in section("bench")
 
 
 def test_the_preset_has_the_step_sizes_that_tuning_chose():

@@ -15,6 +15,10 @@ Shapes: d numbers a vector. Server and Down hold ``(d,)``. What belongs to a cli
 client and ``(C, d)`` for a block of C clients: the rules are elementwise, so one text serves both; for
 a block, ``K`` and ``tracked`` are tensors of shape ``(C, 1)``. A number a client keeps has shape
 ``(1,)`` or ``(C, 1)``.
+
+Fast executors also map the text for one client over many. Then ``K``, ``tracked`` and hyperparameters are
+tensors without a value to look at: calculate with them, and choose with ``select``. (A hyperparameter that
+a rule does look at, as in ``if self.eps > 0``, is noticed and stays a plain number.)
 """
 
 from __future__ import annotations
