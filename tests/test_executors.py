@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -145,8 +146,14 @@ def test_the_number_of_threads_changes_no_bit(model):
 
 def test_threads_leave_the_number_of_threads_as_it_was():
     before = torch.get_num_threads()
-    simulate(fadamgc.FedAvg(), class_task(), executor="threads")
-    assert torch.get_num_threads() == before
+    torch.set_num_threads(2)
+    try:
+        simulate(fadamgc.FedAvg(), class_task(), executor=partial(ThreadsExecutor, workers=3))
+        assert torch.get_num_threads() == 2
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(torch.get_num_threads).result() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("norm", ["group", "batch"])

@@ -75,7 +75,9 @@ class ThreadsExecutor:
         self._pool = ThreadPoolExecutor(
             self.workers, thread_name_prefix="fadamgc", initializer=torch.set_num_threads, initargs=(1,)
         )
-        self._pool.submit(int).result()  # the first thread starts now, and with it the count of all new ones
+        # All start now: a thread's count of threads becomes that of threads to come, which is to stay.
+        together = threading.Barrier(self.workers)
+        list(self._pool.map(lambda _: together.wait(), range(self.workers)))
         torch.set_num_threads(before)
 
     def run(self, jobs: Sequence[Job]) -> Iterator[Result]:
