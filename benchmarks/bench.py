@@ -165,6 +165,12 @@ def parse() -> argparse.Namespace:
     return arguments.parse_args()
 
 
+def _without_folder(words: list[str]) -> list[str]:
+    """A command line without its --out, which is a path of this machine's."""
+    at = words.index("--out") if "--out" in words else len(words)
+    return [word for word in (*words[:at], *words[at + 2 :]) if not word.startswith("--out=")]
+
+
 def main() -> None:
     """Measure, and write after every group, so that an interruption loses little."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that workers are ended
@@ -181,7 +187,7 @@ def main() -> None:
     results: Results = {
         "schema": 1,
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "command": shlex.join(["python", *sys.argv]),
+        "command": shlex.join(_without_folder(["python", *sys.argv])),
         "settings": {"repeats": repeats, "quick": quick, "disturbed": DISTURBED},
         "machine": run_probe(["machine"]),
         "load_before": os.getloadavg(),

@@ -115,7 +115,8 @@ def summary(results: Results) -> str:
     machine = results["machine"]
     note = (
         f"Speed of a round, bare PyTorch loop = 1, medians of {results['settings']['repeats']} interleaved "
-        f"repeats on {machine['cores']} cores ({machine['cpu']}, {machine['simd']}), torch {machine['torch']}."
+        f"repeats on {machine['cores']} cores ({machine['cpu']}, {machine['simd']}), "
+        f"torch {machine['torch']}."
     )
     return f"{note}\n\n{markdown([head[i] for i in kept], [[row[i] for i in kept] for row in rows])}\n"
 

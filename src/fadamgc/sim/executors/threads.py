@@ -84,6 +84,7 @@ class ThreadsExecutor:
         """Carry out the jobs; results come as they are ready."""
         for job in jobs:
             self._rules_of(job.round.algorithm)
+            _ = job.round.problem.random  # found out with the problem's own module, so not in a thread
         hands = deal(jobs, self.workers)
         done: SimpleQueue[Result | BaseException] = SimpleQueue()
         stop = threading.Event()
