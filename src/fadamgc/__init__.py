@@ -6,7 +6,7 @@ run = fadamgc.simulate(fadamgc.FAdamGC(eta_l=1e-3), task, rounds=100, sampled=10
 
 import os
 
-# Vectors of millions of numbers come and go in every step: in huge pages that costs a tenth less. torch
+# Vectors of millions of numbers come and go in every step: in huge pages that costs less. torch
 # looks at this when it first needs memory; THP_MEM_ALLOC_ENABLE=0 in the environment turns it off.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 

@@ -242,8 +242,8 @@ class Place:
 def _may_lie_last(module: nn.Module) -> bool:
     """Whether a module has convolutions, all of which can have their channels last.
 
-    Not all can: with fewer than eight channels, the gradient of a 1x1 convolution with a stride writes
-    beyond its memory (oneDNN as of torch 2.13), and the process dies.
+    Not all can: the gradient of a 1x1 convolution with a stride and very few input channels (seen with 3
+    and 4, torch 2.13 on a CPU) writes beyond its memory, and the process dies. 16 is on the safe side.
     """
     convolutions = [m for m in module.modules() if isinstance(m, nn.Conv2d)]
     narrow = [
