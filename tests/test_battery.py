@@ -16,7 +16,7 @@ from fadamgc.algorithm import Cohort, add, example
 from fadamgc.algorithms import algorithm_class
 from fadamgc.sim.cost import traffic
 from fadamgc.sim.executors import ThreadsExecutor, VectorizedExecutor
-from fadamgc.sim.executors.graphs import compiler
+from fadamgc.sim.executors.native import compiler
 from fadamgc.sim.problem import Problem
 from fadamgc.sim.sampling import batches, draw
 from problems import class_task, settings_for

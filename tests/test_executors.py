@@ -15,8 +15,9 @@ from torch.nn import functional as F
 import fadamgc
 from fadamgc.models import cnn, resnet18
 from fadamgc.sim.engine import prepare
-from fadamgc.sim.executors import ThreadsExecutor, VectorizedExecutor, auto, graphs, threads
-from fadamgc.sim.executors.graphs import compiler, liftable, pointwise, record
+from fadamgc.sim.executors import ThreadsExecutor, VectorizedExecutor, auto, native, threads
+from fadamgc.sim.executors.graphs import liftable, pointwise, record
+from fadamgc.sim.executors.native import compiled, compiler
 from fadamgc.sim.problem import Problem
 from problems import class_task, mlp
 
@@ -83,11 +84,12 @@ def test_compiled_blocks_of_any_size_give_the_same_bits():
 
 
 @needs_compiler
-def test_nothing_is_compiled_again_from_round_to_round_or_run_to_run(monkeypatch):
+def test_nothing_is_compiled_again_from_round_to_round_or_run_to_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("FADAMGC_CACHE", str(tmp_path))
     compiled = []
-    original = graphs._compile
-    monkeypatch.setattr(graphs, "_compile", lambda *a: compiled.append(1) or original(*a))
-    monkeypatch.setattr(graphs, "_compiled", {})
+    original = native._compile
+    monkeypatch.setattr(native, "_compile", lambda *a: compiled.append(1) or original(*a))
+    monkeypatch.setattr(native, "_codes", {})
     task = class_task()
     make = partial(VectorizedExecutor, compile=True)
     simulate(fadamgc.FedAvg(), task, rounds=1, executor=make)
@@ -116,17 +118,136 @@ def test_without_a_compiler_it_runs_all_the_same(monkeypatch):
 
 
 @needs_compiler
-def test_a_graph_that_cannot_be_compiled_is_run_as_it_is(monkeypatch, caplog):
+def test_a_graph_that_cannot_be_compiled_is_run_as_it_is(tmp_path, monkeypatch, caplog):
     def fails(*_, **__):
         raise RuntimeError("no room\nmore of it")
 
+    monkeypatch.setenv("FADAMGC_CACHE", str(tmp_path))
     monkeypatch.setattr("torch._inductor.compile", fails)
-    monkeypatch.setattr(graphs, "_compiled", {})
+    monkeypatch.setattr(native, "_codes", {})
     task = class_task()
     with caplog.at_level(logging.WARNING, "fadamgc"):
         run = simulate(fadamgc.FAdamGC(), task, executor=partial(VectorizedExecutor, compile=True))
     assert "not compiled, which costs speed: no room" in caplog.text
+    assert run.settings["compiled"] is False
     assert torch.equal(run.x, simulate(fadamgc.FAdamGC(), task, executor="vectorized").x)
+
+
+# Machine code
+
+
+def step_with_series():
+    """A step in place on two lanes, and its arguments: a constant, a state, an entry of a series."""
+
+    def step(rate, state, entry):
+        state.copy_(state + rate * (entry - state).mean(dim=1, keepdim=True))
+        return []
+
+    return step, [torch.tensor(0.5), torch.arange(6.0).reshape(2, 3), torch.ones(2, 3)]
+
+
+@needs_compiler
+@pytest.mark.parametrize("again", [False, True])
+def test_machine_code_does_what_the_graph_does_whatever_the_parts(tmp_path, monkeypatch, again):
+    monkeypatch.setenv("FADAMGC_CACHE", str(tmp_path))
+    monkeypatch.setattr(native, "_codes", {})
+    step, arguments = step_with_series()
+    code = compiled(record(step, arguments), arguments)
+    if again:  # as a later process would: from the folder alone
+        monkeypatch.setattr(native, "_codes", {})
+        monkeypatch.setattr(native, "_compile", lambda *_: pytest.fail("compiled again"))
+        code = compiled(record(step, arguments), arguments)
+    assert isinstance(code, native.NativeCode)
+    rate, state, series = torch.tensor(0.5), torch.randn(8, 3), torch.randn(5, 8, 3)
+    slow, quick = state.clone(), state.clone()
+    native.Code(step).repeat([rate], [slow], [series], parts=4)
+    code.repeat([rate], [quick], [series], parts=4)
+    assert torch.allclose(slow, quick)
+    assert not torch.allclose(slow, state)
+    alone = state[2:4].clone()
+    for entry in series:
+        code(rate, alone, entry[2:4])
+    assert torch.equal(alone, quick[2:4])
+
+
+@needs_compiler
+def test_machine_code_refuses_tensors_of_another_layout():
+    step, arguments = step_with_series()
+    code = compiled(record(step, arguments), arguments)
+    with pytest.raises(ValueError, match="cannot run on"):
+        code(arguments[0], torch.zeros(3, 2).T, arguments[2])
+    with pytest.raises(ValueError, match="cannot run on"):
+        code(arguments[0], torch.zeros(2, 3, dtype=torch.float64), arguments[2])
+
+
+@needs_compiler
+def test_an_error_in_machine_code_is_an_error_in_python(tmp_path, monkeypatch):
+    def step(state, at):
+        state.copy_(state[at])
+        return []
+
+    arguments = [torch.zeros(2, 3), torch.tensor([0, 1])]
+    code = compiled(record(step, arguments), arguments)
+    assert isinstance(code, native.NativeCode)
+    with pytest.raises(RuntimeError, match="failed"):
+        code(torch.zeros(2, 3), torch.tensor([0, 7]))
+
+
+@needs_compiler
+@pytest.mark.parametrize("damage", [lambda data: data[:1000], lambda data: b"x" + data[1:], lambda _: b""])
+def test_damaged_code_on_disk_is_compiled_again(tmp_path, monkeypatch, damage):
+    monkeypatch.setenv("FADAMGC_CACHE", str(tmp_path))
+    monkeypatch.setattr(native, "_codes", {})
+    step, arguments = step_with_series()
+    compiled(record(step, arguments), arguments)
+    (file,) = (tmp_path / "code").iterdir()
+    whole = file.read_bytes()
+    file.unlink()  # the library in use stays as it is
+    file.write_bytes(damage(whole))
+    monkeypatch.setattr(native, "_codes", {})
+    code = compiled(record(step, arguments), arguments)
+    assert code.machine
+    assert file.read_bytes()[-32:] == whole[-32:]
+
+
+@needs_compiler
+def test_code_is_compiled_also_where_it_cannot_be_kept(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("FADAMGC_CACHE", str(tmp_path / "file"))
+    monkeypatch.setattr(native, "_codes", {})
+    step, arguments = step_with_series()
+    assert compiled(record(step, arguments), arguments).machine
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["RELEASE", "TAKES"])
+def test_code_of_a_compiler_that_works_differently_is_called_from_python(tmp_path, monkeypatch, name):
+    monkeypatch.setenv("FADAMGC_CACHE", str(tmp_path))
+    monkeypatch.setattr(native, name, "what another version might say")
+    monkeypatch.setattr(native, "_codes", {})
+    task = class_task()
+    make = partial(VectorizedExecutor, compile=True)
+    run = simulate(fadamgc.FAdamGC(), task, executor=make)
+    assert run.settings["compiled"]
+    monkeypatch.undo()
+    assert torch.equal(run.x, simulate(fadamgc.FAdamGC(), task, executor=make).x)
+
+
+@needs_compiler
+def test_threads_inside_a_block_change_no_bit():
+    task = class_task(sizes=(9, 20, 8, 16, 40))
+    before, runs = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            make = partial(VectorizedExecutor, compile=True)
+            runs.append(simulate(fadamgc.FAdamGC(), task, sampled=5, tracked=3, executor=make))
+            assert torch.get_num_threads() == count
+    finally:
+        torch.set_num_threads(before)
+    for run in runs[1:]:
+        assert torch.equal(run.x, runs[0].x)
+        assert run.history == runs[0].history
 
 
 # Threads

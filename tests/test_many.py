@@ -10,7 +10,7 @@ from torch import nn
 
 import fadamgc
 from fadamgc.sim.executors import VectorizedExecutor
-from fadamgc.sim.executors.graphs import compiler
+from fadamgc.sim.executors.native import compiler
 from problems import class_task, mlp, settings_for
 
 SHORT = {"rounds": 3, "sampled": 4, "tracked": 2, "local_steps": 4, "batch_size": 8}
@@ -99,9 +99,9 @@ def test_runs_share_blocks():
     blocks = []
 
     class Watched(VectorizedExecutor):
-        def _run_block(self, jobs):
+        def _run_block(self, jobs, lanes):
             blocks.append(len(jobs))
-            return super()._run_block(jobs)
+            return super()._run_block(jobs, lanes)
 
     make = partial(Watched, compile=False)
     runs = [{"algorithm": fadamgc.FedAvg(eta_l=eta)} for eta in (0.1, 0.2, 0.3)]

@@ -41,6 +41,14 @@ def write_atomic(path: Path, data: bytes) -> None:
         os.close(folder)
 
 
+def cache_folder() -> Path:
+    """Where things are kept that could be made again: $FADAMGC_CACHE, else the user's cache folder."""
+    given = os.environ.get("FADAMGC_CACHE")
+    if given:
+        return Path(given).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fadamgc"
+
+
 def make_folder(folder: Path) -> None:
     """Make a folder and see that it can be written to, before work is done for it."""
     probe = folder / f".{os.getpid()}.tmp"

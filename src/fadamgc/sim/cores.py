@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import torch
@@ -20,3 +22,16 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def single_threads(count: int) -> ThreadPoolExecutor:
+    """So many threads, each of which computes with a single thread."""
+    before = torch.get_num_threads()
+    pool = ThreadPoolExecutor(
+        count, thread_name_prefix="fadamgc", initializer=torch.set_num_threads, initargs=(1,)
+    )
+    # All start now: a thread's count of threads becomes that of threads to come, which is to stay.
+    together = threading.Barrier(count)
+    list(pool.map(lambda _: together.wait(), range(count)))
+    torch.set_num_threads(before)
+    return pool

@@ -19,12 +19,19 @@ COHORT, BATCHES, FORWARD, GRADIENT, EVALUATION = range(5)
 
 def generator(seed: int, stream: int, *address: int) -> np.random.Generator:
     """The random numbers that live at an address."""
-    return np.random.default_rng(np.random.SeedSequence([seed, stream, *address]))
+    return np.random.default_rng(_sequence(seed, stream, address))
 
 
 def torch_seed(seed: int, stream: int, *address: int) -> int:
     """A seed for torch's own generator at an address (dropout and the like)."""
-    return int(np.random.SeedSequence([seed, stream, *address]).generate_state(1, np.uint64)[0] >> 1)
+    return int(_sequence(seed, stream, address).generate_state(1, np.uint64)[0] >> 1)
+
+
+def _sequence(seed: int, stream: int, address: tuple[int, ...]) -> np.random.SeedSequence:
+    numbers = [seed, stream, *address]
+    if max(numbers) < 1 << 32:
+        return np.random.SeedSequence(np.array(numbers, dtype=np.uint32))  # the same, but quicker
+    return np.random.SeedSequence(numbers)
 
 
 class Draw(NamedTuple):

@@ -1,7 +1,7 @@
-"""Recorded and compiled graphs, and algorithms whose numbers are inputs of a graph.
+"""Recorded graphs, and algorithms whose numbers are inputs of a graph.
 
 ``record`` writes down the tensor operations of a function once, so that running them again costs no work
-in Python; ``compiled`` turns such a record into machine code where a C++ compiler is there.
+in Python. ``native`` turns such a record into machine code.
 """
 
 from __future__ import annotations
@@ -9,10 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
-import os
-import shutil
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -25,7 +22,6 @@ from fadamgc.algorithm import AnyAlgorithm, example
 log = logging.getLogger("fadamgc")
 
 Function = Callable[..., Any]
-KEPT = 64  # compiled graphs that a process keeps
 
 
 def liftable(algorithm: AnyAlgorithm) -> tuple[str, ...]:
@@ -83,47 +79,3 @@ def pointwise(graph: Function) -> bool:
         for node in graph.graph.nodes
         if node.op not in ("placeholder", "output")
     )
-
-
-@cache
-def compiler() -> str | None:
-    """The C++ compiler that torch would use, or None."""
-    given = os.environ.get("CXX")
-    return next((c for c in (given, "g++", "clang++") if c and shutil.which(c)), None)
-
-
-_compiled: dict[Any, Function] = {}
-
-
-def compiled(graph: Function, arguments: Sequence[Tensor]) -> Function:
-    """The graph as machine code for arguments like these, or the graph where that cannot be had.
-
-    The code of a graph serves all runs of the process, and torch keeps it on disk for later ones. It
-    computes with one thread.
-    """
-    if not isinstance(graph, GraphModule) or compiler() is None:
-        return graph
-    if any(node.op == "get_attr" for node in graph.graph.nodes):  # constants of its own
-        return _compile(graph, arguments)
-    layout = tuple((a.shape, a.stride(), a.dtype, a.device) for a in arguments)
-    key = (graph.code, layout)
-    if key not in _compiled:
-        while len(_compiled) >= KEPT:
-            del _compiled[next(iter(_compiled))]
-        _compiled[key] = _compile(graph, arguments)
-    return _compiled[key]
-
-
-def _compile(graph: GraphModule, arguments: Sequence[Tensor]) -> Function:
-    import torch._inductor
-
-    options = {"cpp.threads": 1, "compile_threads": 1, "cpp_wrapper": True, "size_asserts": False}
-    for node in graph.graph.nodes:
-        node.meta.clear()  # the compiler finds shapes itself, and stumbles over the recorder's
-    try:
-        log.info("compiling a graph of %d operations", len(graph.graph.nodes))
-        code: Function = torch._inductor.compile(graph, [a.clone() for a in arguments], options=options)
-    except Exception as error:
-        log.warning("a graph is not compiled, which costs speed: %s", str(error).strip().splitlines()[0])
-        return graph
-    return code

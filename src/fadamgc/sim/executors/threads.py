@@ -12,7 +12,6 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -23,9 +22,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fadamgc.algorithm import AnyAlgorithm
 from fadamgc.errors import InputError
+from fadamgc.sim.cores import single_threads
 from fadamgc.sim.executors.base import Job, Plan, Result
-from fadamgc.sim.executors.graphs import compiled, liftable, lifted, pointwise, record
+from fadamgc.sim.executors.graphs import liftable, lifted, pointwise, record
 from fadamgc.sim.executors.loop import failure
+from fadamgc.sim.executors.native import compiled
 from fadamgc.sim.problem import Problem
 from fadamgc.sim.sampling import FORWARD, torch_seed
 
@@ -71,14 +72,7 @@ class ThreadsExecutor:
         self._places: SimpleQueue[Place] = SimpleQueue()
         for _ in range(self.workers):
             self._places.put(Place(problem))
-        before = torch.get_num_threads()
-        self._pool = ThreadPoolExecutor(
-            self.workers, thread_name_prefix="fadamgc", initializer=torch.set_num_threads, initargs=(1,)
-        )
-        # All start now: a thread's count of threads becomes that of threads to come, which is to stay.
-        together = threading.Barrier(self.workers)
-        list(self._pool.map(lambda _: together.wait(), range(self.workers)))
-        torch.set_num_threads(before)
+        self._pool = single_threads(self.workers)
 
     def run(self, jobs: Sequence[Job]) -> Iterator[Result]:
         """Carry out the jobs; results come as they are ready."""
@@ -300,9 +294,8 @@ class Rules:
         self.pieces = pointwise(record(pure, few))
         self.graph = in_place
         if self.compile:
-            graph = record(in_place, tensors)
-            code = compiled(graph, tensors)
-            if code is not graph:
+            code = compiled(record(in_place, tensors), tensors)
+            if code.machine:
                 self.graph, self.pieces = code, False
 
 

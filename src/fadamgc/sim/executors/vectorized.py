@@ -13,23 +13,25 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.func import grad, grad_and_value, vmap
+from torch.func import grad_and_value, vmap
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fadamgc.algorithm import AnyAlgorithm
 from fadamgc.errors import FadamgcError, InputError
 from fadamgc.sim.cores import one_thread
 from fadamgc.sim.executors.base import Job, Plan, Result
-from fadamgc.sim.executors.graphs import compiled, compiler, liftable, lifted, record
+from fadamgc.sim.executors.batchable import check_batchable, is_samplewise
+from fadamgc.sim.executors.graphs import liftable, lifted, record
 from fadamgc.sim.executors.loop import one
+from fadamgc.sim.executors.native import Code, compiled, compiler
 from fadamgc.sim.problem import Buffers, Problem
-from fadamgc.task import cast
 
 log = logging.getLogger("fadamgc")
 
@@ -43,8 +45,8 @@ LONG = 1000  # local steps a run must plan for a compilation to pay
 class Given(NamedTuple):
     """What a block of clients starts from; the first dimension is the client's, but for ``fixed``."""
 
-    hyper: list[Tensor]  # the algorithm's numbers that may differ within the block
     fixed: Buffers
+    hyper: list[Tensor]  # the algorithm's numbers that may differ within the block
     down: Any
     client: Any
     g_x: Tensor | None
@@ -52,7 +54,17 @@ class Given(NamedTuple):
     def flat(self) -> list[Tensor]:
         """All tensors, in the order of their fields."""
         last = () if self.g_x is None else (self.g_x,)
-        return [*self.hyper, *self.fixed.values(), *self.down, *self.client, *last]
+        return [*self.fixed.values(), *self.hyper, *self.down, *self.client, *last]
+
+    def lanes(self, some: slice) -> Given:
+        """What some of the clients start from."""
+        return Given(
+            self.fixed,
+            [t[some] for t in self.hyper],
+            type(self.down)(*(t[some] for t in self.down)),
+            type(self.client)(*(t[some] for t in self.client)),
+            None if self.g_x is None else self.g_x[some],
+        )
 
 
 class State(NamedTuple):
@@ -73,14 +85,26 @@ class State(NamedTuple):
         local = type(self.local)(*middle[: len(self.local)])
         return State(x, local, dict(zip(self.buffers, middle[len(self.local) :], strict=True)), loss)
 
+    def lanes(self, some: slice) -> State:
+        """The state of some of the clients, in the same memory."""
+        return self.refilled([t[some] for t in self.flat()])
+
 
 class Batch(NamedTuple):
-    """One mini-batch of each client."""
+    """One mini-batch of each client, or a series of such, one a step, along a first dimension."""
 
     inputs: Tensor
     targets: Tensor
     weight: Tensor | None = None  # of each sample, where batches are padded
     active: Tensor | None = None  # who has a step to do, where not all have
+
+    def at(self, k: int) -> Batch:
+        """One of a series."""
+        return Batch(*(None if t is None else t[k] for t in self))  # type: ignore[arg-type]
+
+    def lanes(self, some: slice) -> Batch:
+        """A series for some of the clients."""
+        return Batch(*(None if t is None else t[:, some] for t in self))  # type: ignore[arg-type]
 
 
 class Ended(NamedTuple):
@@ -125,26 +149,34 @@ class VectorizedExecutor:
         self.block = block or max(LEAST, VECTOR // bytes_each)
         self._graphs: dict[Any, tuple[Callable[..., Any], Any]] = {}
         self._kinds: dict[AnyAlgorithm, _Kind] = {}
-        self._sizes: set[int] = set()  # of blocks that there is compiled code for
-        self._check()
-        self.samplewise = self._is_samplewise()
+        self._sizes: set[int] = set()  # of steps that there is compiled code for
+        check_batchable(problem)
+        self.samplewise = is_samplewise(problem)
         if compile is None:
             # Where blocks come in many shapes, each of them would have to be compiled.
             shapes = not self.samplewise or (plan is not None and plan.whole and plan.ragged)
             long = plan is not None and plan.rounds * plan.steps >= LONG
             compile = long and not shapes and problem.device.type == "cpu"
-        self.compiled = compile and compiler() is not None
+        self._compile = compile and compiler() is not None
+        self._failed = False
+        self.threads = torch.get_num_threads() if self._compile else 1
+
+    @property
+    def compiled(self) -> bool:
+        """Whether steps are machine code."""
+        return self._compile and not self._failed
 
     def run(self, jobs: Sequence[Job]) -> Iterator[Result]:
         """Carry out the jobs, block by block."""
         for group in self._groups(jobs):
-            size = self._size(len(group))
+            lanes, parts = self._cut(len(group))
+            size = lanes * parts
             for first in range(0, len(group), size):
                 block = group[first : first + size]
-                filled = block + block[-1:] * (size - len(block))  # equal sizes, so no new graph
+                filled = block + block[-1:] * (-len(block) % lanes)  # equal sizes, so no new graph
                 try:
                     with one_thread():
-                        results = self._run_block(filled)[: len(block)]
+                        results = self._run_block(filled, lanes)[: len(block)]
                 except FadamgcError:
                     raise
                 except Exception:
@@ -153,20 +185,21 @@ class VectorizedExecutor:
                     raise
                 yield from results
 
-    def _size(self, clients: int) -> int:
-        """How large blocks for so many clients are: two at least, since a block of one is other code.
+    def _cut(self, clients: int) -> tuple[int, int]:
+        """How many clients a step is for, and how many such steps a block is cut into, one a thread.
 
-        Compiled code for blocks of another size is used if that wastes little.
+        A step is for two at least, since that for one would be other code. Compiled code for steps of
+        another size is used if that wastes little.
         """
-        blocks = -(-clients // self.block)
-        size = max(2, -(-clients // blocks))
-        if self.compiled:
+        blocks = -(-clients // (self.block * self.threads))
+        lanes = max(2, -(-clients // (blocks * self.threads)))
+        if self._compile:
             near = [
-                s for s in self._sizes if 0.7 * size <= s and -(-clients // s) * s <= 1.25 * max(clients, 2)
+                s for s in self._sizes if 0.7 * lanes <= s and -(-clients // s) * s <= 1.25 * max(clients, 2)
             ]
-            size = max(near, default=size)
-            self._sizes.add(size)
-        return size
+            lanes = max(near, default=lanes)
+            self._sizes.add(lanes)
+        return lanes, self.threads
 
     def _groups(self, jobs: Sequence[Job]) -> Iterator[list[Job]]:
         """Jobs that may share a block."""
@@ -185,7 +218,7 @@ class VectorizedExecutor:
             )
         return self._kinds[algorithm]
 
-    def _run_block(self, jobs: list[Job]) -> list[Result]:
+    def _run_block(self, jobs: list[Job], lanes: int) -> list[Result]:
         problem, algo = self.problem, jobs[0].round.algorithm
         C, device = len(jobs), problem.device
         each = np.array([len(job.batches.size) for job in jobs])
@@ -193,13 +226,13 @@ class VectorizedExecutor:
             [float(getattr(job.round.algorithm, name)) for job in jobs] for name in self._kind(algo).lifted
         ]
         given = Given(
-            hyper=list(torch.tensor(hyper, dtype=torch.float64, device=device)),
-            fixed=problem.fixed,
+            fixed={name: value.contiguous() for name, value in problem.fixed.items()},
+            hyper=list(torch.tensor(hyper, dtype=torch.float64, device=device).unbind()),
             down=_stack([job.round.down for job in jobs]),
             client=_stack([job.state for job in jobs]),
             g_x=torch.stack([_whole_gradient(job) for job in jobs]) if algo.round_gradient else None,
         )
-        graph, made = self._graph(algo, self._begin, given)
+        graph, made = self._graph(algo, self._begin, (C,), lambda: (given,))
         local = tree_unflatten(graph(*given.flat()), made)
         state = State(
             x=given.down.x.clone(),
@@ -209,74 +242,92 @@ class VectorizedExecutor:
             },
             loss=torch.zeros(C, dtype=problem.dtype, device=device),
         )
-        state = self._steps(algo, given, state, jobs, each)
+        for batches in self._batches(jobs, each):
+            state = self._steps(algo, given, state, batches, lanes)
         ended = Ended(
             K=torch.from_numpy(each).to(device, torch.float64),
             tracked=torch.tensor([job.tracked for job in jobs], device=device),
         )
-        graph, made = self._graph(algo, self._finish, given, state, ended)
+        graph, made = self._graph(algo, self._finish, (C,), lambda: (given, state, ended))
         kept, up = tree_unflatten(graph(*given.flat(), *state.flat(), *ended), made)
         loss = state.loss / ended.K.to(problem.dtype)
         # A sum is finite only if all its numbers are; one that overflowed is looked at again.
         finite = torch.stack([t.sum(dim=1) for t in (*kept, *up)]).isfinite().all(dim=0).tolist()
+        rows = zip(
+            jobs,
+            # Copies: a row would keep the whole block in memory.
+            zip(*([row.clone() for row in t.unbind()] for t in kept), strict=True) if kept else [()] * C,
+            zip(*(t.unbind() for t in up), strict=True),
+            loss.unbind(),
+            finite,
+            strict=True,
+        )
         return [
             Result(
                 job,
-                # A copy: a row would keep the whole block in memory.
-                state=type(kept)(*(t[c].clone() for t in kept)),
-                up=type(up)(*(t[c] for t in up)),
+                state=type(kept)(*its_state),
+                up=type(up)(*its_up),
                 buffers={name: value[c] for name, value in state.buffers.items()},
-                loss=loss[c],
-                finite=finite[c],
+                loss=its_loss,
+                finite=whether,
             )
-            for c, job in enumerate(jobs)
+            for c, (job, its_state, its_up, its_loss, whether) in enumerate(rows)
         ]
 
-    def _steps(
-        self, algo: AnyAlgorithm, given: Given, state: State, jobs: list[Job], each: NDArray[np.int64]
-    ) -> State:
-        """All local steps of a block. Compiled steps write into the state; others make a new one."""
+    def _steps(self, algo: AnyAlgorithm, given: Given, state: State, batches: Batch, lanes: int) -> State:
+        """A step for each of the batches. Compiled steps write into the state; others make a new one."""
         front, tensors = given.flat(), state.flat()
-        least = int(each.min())
-        shape, graph = None, None
-        for k, batch in enumerate(self._batches(jobs)):
-            if k >= least:  # some clients have no more steps to do
-                batch = batch._replace(active=torch.from_numpy(each > k).to(self.problem.device))
-            if shape != (shape := (batch.targets.shape, batch.active is None)):
-                graph, _ = self._graph(algo, self._step, given, state.refilled(tensors), batch)
-            assert graph is not None
-            tensors = graph(*front, *tensors, *(t for t in batch if t is not None)) or tensors
-        return state.refilled(tensors)
+        series = [t for t in batches if t is not None]
+        shapes = [None if t is None else t.shape[2:] for t in batches]
+        if not self._compile:
+            whole = (len(state.x), *shapes)
+            graph, _ = self._graph(algo, self._step, whole, lambda: (given, state, batches.at(0)))
+            for batch in zip(*(t.unbind() for t in series), strict=True):
+                tensors = graph(*front, *tensors, *batch)
+            return state.refilled(tensors)
+        some = slice(0, lanes)
+        code: Code
+        code, _ = self._graph(
+            algo,
+            self._step,
+            (lanes, *shapes),
+            lambda: (given.lanes(some), state.lanes(some), batches.lanes(some).at(0)),
+        )
+        fixed, rows = front[: len(given.fixed)], front[len(given.fixed) :]
+        code.repeat(fixed, [*rows, *tensors], series, parts=len(state.x) // lanes)
+        return state
 
-    def _batches(self, jobs: list[Job]) -> Iterator[Batch]:
-        """The mini-batches of a block, step by step; jobs of a block have the same ``_width``.
+    def _batches(self, jobs: list[Job], each: NDArray[np.int64]) -> Iterator[Batch]:
+        """The mini-batches of a block, many steps at a time; jobs of a block have the same ``_width``.
 
         A batch has weights, its samples' shares of the mean, where clients' batches are padded. Padding
         has weight 0 and repeats a row of the client's own, so that it is data like any other.
         """
         problem = self.problem
         B, padded = self._width(jobs[0]) if self.samplewise else (jobs[0].batches.rows.shape[1], False)
-        K = max(len(job.batches.size) for job in jobs)
+        K, least = int(each.max()), int(each.min())
         rows = np.zeros((K, len(jobs), B), dtype=np.int64)
         size = np.full((K, len(jobs)), B, dtype=np.int64)
         for c, job in enumerate(jobs):
             k, b = job.batches.rows.shape
             rows[:k, c, :b] = job.batches.rows
             size[:k, c] = job.batches.size
-        weights: Sequence[Tensor | None] = [None] * K
+        weights = None
         if padded:
             shares = (np.arange(B) < size[:, :, None]) / size[:, :, None]
-            weights = torch.from_numpy(shares).to(problem.x0).unbind()
+            weights = torch.from_numpy(shares).to(problem.x0)
         sample = problem.inputs[:1].numel() * problem.inputs.element_size()
         chunk = max(1, BATCHES // (len(jobs) * B * sample))
-        for first in range(0, K, chunk):
-            inputs, targets = _gather(jobs, rows[first : first + chunk])
-            together = zip(inputs.unbind(), targets.unbind(), weights[first : first + chunk], strict=True)
-            for k, (x, y, weight) in enumerate(together, start=first):
-                if self.samplewise:
-                    yield Batch(x, y, weight)
-                else:  # the block's batches have the same sizes
-                    yield Batch(x[:, : int(size[k, 0])], y[:, : int(size[k, 0])])
+        cuts = {*range(0, K, chunk), K, least}
+        if not self.samplewise:  # the block's batches have the same sizes, which may change
+            cuts |= set((np.flatnonzero(np.diff(size[:, 0])) + 1).tolist())
+        for first, last in pairwise(sorted(cuts)):
+            width = B if self.samplewise else int(size[first, 0])
+            inputs, targets = _gather(jobs, rows[first:last, :, :width])
+            active = None
+            if first >= least:  # some clients have no more steps to do
+                active = torch.from_numpy(each > np.arange(first, last)[:, None]).to(problem.device)
+            yield Batch(inputs, targets, None if weights is None else weights[first:last], active)
 
     def _width(self, job: Job) -> tuple[int, bool]:
         """How many samples a client's batches have with padding, and whether they may have padding.
@@ -289,13 +340,15 @@ class VectorizedExecutor:
         return width, bool((job.batches.size != width).any())
 
     def _graph(
-        self, algo: AnyAlgorithm, function: Callable[..., Any], *arguments: Any
-    ) -> tuple[Callable[..., Any], Any]:
+        self,
+        algo: AnyAlgorithm,
+        function: Callable[..., Any],
+        shape: tuple[Any, ...],
+        arguments: Callable[[], tuple[Any, ...]],
+    ) -> tuple[Any, Any]:
         """A function of a block as a graph of tensors, recorded once for each shape of its arguments."""
-        given, batch = arguments[0], arguments[-1]
-        shapes = [None if t is None else t.shape for t in batch] if isinstance(batch, Batch) else []
-        key = (function.__name__, self._kind(algo).text, given.down.x.shape, *shapes)
-        graph = self._graphs.pop(key, None) or self._make_graph(algo, function, *arguments)
+        key = (function.__name__, self._kind(algo).text, *shape)
+        graph = self._graphs.pop(key, None) or self._make_graph(algo, function, *arguments())
         self._graphs[key] = graph  # now the youngest
         if len(self._graphs) > GRAPHS:
             del self._graphs[next(iter(self._graphs))]
@@ -303,7 +356,7 @@ class VectorizedExecutor:
 
     def _make_graph(
         self, algo: AnyAlgorithm, function: Callable[..., Any], *arguments: Any
-    ) -> tuple[Callable[..., Any], Any]:
+    ) -> tuple[Any, Any]:
         flat, spec = tree_flatten(arguments)
         tensors = [t for t in flat if isinstance(t, Tensor)]
         made: Any = None
@@ -323,12 +376,14 @@ class VectorizedExecutor:
             return []
 
         if function == self._step:
-            if self.compiled:
-                return compiled(record(in_place, tensors), tensors), None
+            if self._compile:
+                code = compiled(record(in_place, tensors), tensors)
+                self._failed |= not code.machine
+                return code, None
             return record(pure, tensors), None
         # What happens once a round is worth a graph in long runs only.
         pure(*tensors)
-        return (record(pure, tensors) if self.compiled else pure), made
+        return (record(pure, tensors) if self._compile else pure), made
 
     # What one client does, for all clients of a block.
 
@@ -372,74 +427,6 @@ class VectorizedExecutor:
             return self.problem.loss(x, buffers, batch.inputs, batch.targets, fixed), buffers
         losses = self.problem.sample_losses(x, buffers, batch.inputs, batch.targets, fixed)
         return (losses * batch.weight).sum(), buffers
-
-    def _check(self) -> None:
-        """Say now, and not in the first round, that a model cannot be batched over clients."""
-        problem = self.problem
-        client = int(problem.size.argmax())
-        start = int(problem.start[client])
-        rows = torch.arange(start, start + min(2, int(problem.size[client])), device=problem.device)
-        twice = torch.stack([rows, rows])
-        x = problem.x0.expand(2, -1)
-        buffers = {name: value.expand(2, *value.shape) for name, value in problem.buffers0.items()}
-        pair = problem.inputs[twice], problem.targets[twice]
-
-        def gradient(x: Tensor, buffers: Buffers, pair: tuple[Tensor, Tensor]) -> Any:
-            return grad_and_value(self._loss, has_aux=True)(x, buffers, problem.fixed, Batch(*pair))
-
-        try:
-            vmap(gradient, randomness="error")(x, buffers, pair)
-        except Exception as error:
-            reason = str(error).strip().splitlines()[0]
-            raise InputError(
-                f"executor='vectorized' cannot run model={type(problem.task.model).__name__}: {reason}; "
-                "use executor='loop'"
-            ) from error
-
-    def _is_samplewise(self) -> bool:
-        """Whether the loss of a batch is the mean of the losses of its samples, whatever the parameters.
-
-        Tried in float64 away from the initial model (where many losses agree by accident), by gradients,
-        on samples that have all the labels there are. If in doubt the answer is no, which costs speed.
-        """
-        problem = self.problem
-        if problem.buffers0:  # statistics over a batch
-            return False
-        rows = _varied_rows(problem.targets)
-        inputs, targets = (
-            cast(data[rows], torch.float64, problem.device) for data in (problem.inputs, problem.targets)
-        )
-        fixed = {name: cast(value, torch.float64, problem.device) for name, value in problem.fixed.items()}
-        random = torch.Generator().manual_seed(0)
-
-        def gradients(x: Tensor) -> tuple[Tensor, Tensor]:
-            whole = grad(lambda x: problem.loss(x, {}, inputs.clone(), targets, fixed))(x)
-            alone = grad(lambda x: problem.sample_losses(x, {}, inputs.clone(), targets, fixed).mean())(x)
-            return whole, alone
-
-        try:
-            for scale in (0.1, 0.5):
-                noise = torch.randn(problem.flat.d, generator=random, dtype=torch.float64)
-                x = problem.x0.double() + scale * noise.to(problem.device)
-                whole, alone = gradients(x)
-                if not torch.allclose(whole, alone, rtol=1e-6, atol=1e-9 * float(whole.abs().max())):
-                    return False
-        except Exception as error:
-            log.info("executor vectorized: batches are not padded (%s)", error)
-            return False
-        return True
-
-
-def _varied_rows(targets: Tensor) -> Tensor:
-    """Rows that have among them every label (the extreme ones, if there are very many), and some more."""
-    total = len(targets)
-    rows = set(torch.linspace(0, total - 1, min(16, total)).long().tolist())
-    if not targets.is_floating_point():
-        flat = targets.reshape(total, -1)
-        values = flat.unique()  # type: ignore[no-untyped-call]
-        some = values if len(values) <= 256 else torch.cat([values[:128], values[-128:]])
-        rows |= {int((flat == value).any(dim=1).nonzero()[0]) for value in some}
-    return torch.tensor(sorted(rows), device=targets.device)
 
 
 def _stack(states: list[Any]) -> Any:
