@@ -184,6 +184,11 @@ def example(algorithm: AnyAlgorithm, x: Tensor) -> Example:
     return Example(server, down, client, local, up)
 
 
+def stand_in(d: int, dtype: torch.dtype) -> Tensor:
+    """A vector for an example; one of many numbers has none (which takes a second to import)."""
+    return torch.zeros(d, dtype=dtype, device="cpu" if d <= 1_000_000 else "meta")
+
+
 # Fields with a rule, so that a wrong value is refused where it is given.
 
 

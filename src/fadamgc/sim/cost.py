@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fadamgc.algorithm import AnyAlgorithm, example
+from fadamgc.algorithm import AnyAlgorithm, example, stand_in
 from fadamgc.errors import InputError
 
 LEAST_MBPS, MOST_SECONDS = 1e-9, 1e9  # beyond these, minutes are no numbers any more
@@ -66,7 +66,7 @@ def traffic(
     >>> traffic(FAdamGC(), d=1000)
     Traffic(down=8000, up=4000, up_tracked=4000)
     """
-    _, down, _, _, up = example(algorithm, torch.empty(d, dtype=dtype, device="meta"))
+    _, down, _, _, up = example(algorithm, stand_in(d, dtype))
     extra = sum(_bytes(b) for b in (buffers or {}).values())
     always = [f for f in up._fields if f not in algorithm.tracked_only]
     sometimes = [f for f in up._fields if f in algorithm.tracked_only]
@@ -151,10 +151,10 @@ class CostModel:
         )
         return float(each.mean() if self.per_round == "mean" else each.max())
 
-    def _of(self, name: str, clients: tuple[int, ...]) -> NDArray[np.float64]:
+    def _of(self, name: str, clients: tuple[int, ...]) -> NDArray[np.float64] | float:
         value: Any = getattr(self, name)
         if not isinstance(value, tuple):
-            return np.full(len(clients), float(value))
+            return float(value)
         if max(clients) >= len(value):
             raise InputError(
                 f"CostModel.{name} has {len(value)} entries, client {max(clients)} needs its own; "

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from fadamgc.algorithm import Algorithm, AnyAlgorithm, Cohort
+from fadamgc.algorithm import Algorithm, AnyAlgorithm, Cohort, stand_in
 from fadamgc.algorithms import algorithm_name
 from fadamgc.errors import InputError, NonFiniteError
 from fadamgc.sim.aggregate import Sums, finite, in_order
@@ -312,9 +312,9 @@ class Engine:
             raise InputError(f"states={states!r} is not accepted; it must be 'auto', 'memory' or 'files'")
         if states != "auto":
             return states
-        plan, algo, meta = self.plan(), self.algorithm, self.problem.x0.to("meta")
+        plan, algo, x = self.plan(), self.algorithm, stand_in(self.problem.flat.d, self.problem.dtype)
         most = self.problem.n if algo.init_gradient else min(self.problem.n, plan.rounds * plan.sampled)
-        if not too_large(algo.init_client(meta), most):
+        if not too_large(algo.init_client(x), most):
             return "memory"
         log.info("states auto: files, because the states of %d clients would not fit in memory", most)
         return "files"

@@ -24,19 +24,29 @@ log = logging.getLogger("fadamgc")
 Function = Callable[..., Any]
 
 
+class Hidden(Tensor):
+    """A tensor to calculate with whose values nobody may know, nor those of what comes of it."""
+
+    def _refuse(self, *_: Any) -> Any:
+        raise TypeError("its value is not known")
+
+    __bool__ = __float__ = __int__ = __index__ = __complex__ = __len__ = __iter__ = _refuse
+    __array__ = item = tolist = numpy = _refuse  # type: ignore[assignment]
+
+
 def liftable(algorithm: AnyAlgorithm) -> tuple[str, ...]:
     """The numbers of an algorithm that its rules only calculate with, so that a tensor may stand in.
 
-    A number that a rule looks at (``if self.eps > 0``) cannot be one of them. Found by trying, on
-    tensors that have no values and so refuse to be looked at.
+    A number that a rule looks at (``if self.eps > 0``) cannot be one of them. Found by trying, with
+    tensors that refuse to be looked at.
     """
     names = []
     for field in dataclasses.fields(algorithm):
         value = getattr(algorithm, field.name)
         if isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool)):
-            stand_in = torch.empty((), dtype=torch.float64, device="meta")
+            stand_in = torch.tensor(float(value), dtype=torch.float64).as_subclass(Hidden)
             try:
-                example(lifted(algorithm, {field.name: stand_in}), torch.empty(2, device="meta"))
+                example(lifted(algorithm, {field.name: stand_in}), torch.zeros(2))
             except Exception as error:  # whatever a rule does with a number that it wants to know
                 log.debug("%s.%s is a constant of its graph (%s)", algorithm, field.name, error)
             else:
