@@ -11,10 +11,10 @@ import copy
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,13 +24,11 @@ from fadamgc.algorithm import AnyAlgorithm
 from fadamgc.errors import InputError
 from fadamgc.sim.cores import single_threads
 from fadamgc.sim.executors.base import Job, Plan, Result
-from fadamgc.sim.executors.graphs import liftable, lifted, pointwise, record
 from fadamgc.sim.executors.loop import failure
-from fadamgc.sim.executors.native import compiled
+from fadamgc.sim.executors.rules import Rules, Vectors
 from fadamgc.sim.problem import Problem
 from fadamgc.sim.sampling import FORWARD, torch_seed
 
-PIECE = 1 << 15  # numbers of a vector that go through all rules at once, so that they stay in the cache
 LARGE = 100_000  # numbers in a model, from which on
 MANY = 200  # client-steps are worth the compilation of the rules
 
@@ -68,6 +66,7 @@ class ThreadsExecutor:
             )
         self.compile = compile
         self._rules: dict[AnyAlgorithm, Rules] = {}
+        self._vectors = Vectors()
         self._lock = threading.Lock()
         self._places: SimpleQueue[Place] = SimpleQueue()
         for _ in range(self.workers):
@@ -114,7 +113,7 @@ class ThreadsExecutor:
 
     def _rules_of(self, algorithm: AnyAlgorithm) -> Rules:
         if algorithm not in self._rules:
-            self._rules[algorithm] = Rules(algorithm, self.compile)
+            self._rules[algorithm] = Rules(algorithm, self.compile, self._vectors)
         return self._rules[algorithm]
 
 
@@ -169,8 +168,7 @@ class Place:
         if algo.round_gradient:
             with lock:  # it uses the problem's own module
                 g_x = problem.whole_gradient(down.x, round.buffers, job.client, round.seed, round.t)
-        local = algo.begin(down, client, g_x)
-        local = type(local)(*(t.clone() for t in local))  # the rules write into it
+        local = rules.begin(down, client, g_x, self.x)
         self.x.copy_(down.x)
         self._set_buffers(round.buffers)
         loss_sum = torch.zeros((), dtype=problem.dtype)
@@ -188,8 +186,7 @@ class Place:
                 with torch.no_grad():
                     rules.step(down, client, self.x, local, self.g)
         with torch.no_grad():
-            state, up = algo.finish(down, client, local, self.x, K, job.tracked)
-            state, up = (type(t)(*map(self._own, t)) for t in (state, up))
+            state, up = rules.finish(down, client, local, self.x, K, job.tracked)
             named = dict(self.module.named_buffers())
             buffers = {name: named[name].detach().clone() for name in round.buffers}
         return Result(job, state, up, buffers, loss_sum / K)
@@ -227,11 +224,6 @@ class Place:
                 parent, _, last = name.rpartition(".")
                 setattr(self.module.get_submodule(parent), last, value.clone())
 
-    def _own(self, t: Tensor) -> Tensor:
-        """A tensor that stays as it is when this place goes on to the next client."""
-        mine = (self.x.untyped_storage().data_ptr(), self.g.untyped_storage().data_ptr())
-        return t.clone() if t.untyped_storage().data_ptr() in mine else t
-
 
 def _may_lie_last(module: nn.Module) -> bool:
     """Whether a module has convolutions, all of which can have their channels last.
@@ -244,83 +236,6 @@ def _may_lie_last(module: nn.Module) -> bool:
         m for m in convolutions if m.kernel_size == (1, 1) and m.stride != (1, 1) and m.in_channels < 16
     ]
     return bool(convolutions) and not narrow
-
-
-class Rules:
-    """An algorithm's local step on flat vectors, in place.
-
-    The rules of an algorithm are a dozen passes over the vectors. Where each number depends only on those
-    at its own place, all passes are done over a short piece at a time, or compiled into one.
-    """
-
-    def __init__(self, algorithm: AnyAlgorithm, compile: bool) -> None:
-        self.algorithm, self.compile = algorithm, compile
-        self.names = liftable(algorithm) if compile else ()
-        self.hyper = [torch.tensor(float(getattr(algorithm, n)), dtype=torch.float64) for n in self.names]
-        self.graph: Callable[..., Any] | None = None
-        self.pieces = False
-        self.lock = threading.Lock()
-
-    def step(self, down: Any, client: Any, x: Tensor, local: Any, g: Tensor) -> None:
-        """``x`` and ``local`` after one step with gradient ``g``."""
-        tensors = [*self.hyper, *down, *client, x, *local, g]
-        with self.lock:
-            if self.graph is None:
-                self._make(Shape(len(self.hyper), down, client, local), tensors)
-        assert self.graph is not None
-        if not self.pieces:
-            self.graph(*tensors)
-            return
-        d = len(x)
-        for first in range(0, d, PIECE):
-            self.graph(*(t[first : first + PIECE] if t.shape == x.shape else t for t in tensors))
-
-    def _make(self, shape: Shape, tensors: list[Tensor]) -> None:
-        def pure(*tensors: Tensor) -> list[Tensor]:
-            hyper, down, client, x, local, g = shape.fill(tensors)
-            algo = self.algorithm
-            if self.names:
-                algo = lifted(algo, dict(zip(self.names, hyper, strict=True)))
-            direction, new = algo.direction(down, client, local, g)
-            return [x - algo.eta_l * direction, *new]
-
-        def in_place(*tensors: Tensor) -> list[Tensor]:
-            _, _, _, x, local, _ = shape.fill(tensors)
-            for old, new in zip((x, *local), pure(*tensors), strict=True):
-                old.copy_(new)
-            return []
-
-        few = [t[:8] if t.shape == shape.of(tensors).shape else t for t in tensors]
-        self.pieces = pointwise(record(pure, few))
-        self.graph = in_place
-        if self.compile:
-            code = compiled(record(in_place, tensors), tensors)
-            if code.machine:
-                self.graph, self.pieces = code, False
-
-
-class Shape(NamedTuple):
-    """How the arguments of a step lie in a list of tensors."""
-
-    hyper: int
-    down: Any
-    client: Any
-    local: Any
-
-    def fill(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
-        """The arguments of a step."""
-        rest = iter(tensors)
-        hyper = [next(rest) for _ in range(self.hyper)]
-        down = type(self.down)(*(next(rest) for _ in self.down))
-        client = type(self.client)(*(next(rest) for _ in self.client))
-        x = next(rest)
-        local = type(self.local)(*(next(rest) for _ in self.local))
-        return hyper, down, client, x, local, next(rest)
-
-    def of(self, tensors: Sequence[Tensor]) -> Tensor:
-        """x among the tensors."""
-        x: Tensor = self.fill(tensors)[3]
-        return x
 
 
 class DrawFrom(TorchDispatchMode):  # type: ignore[no-untyped-call]
