@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import fadamgc
 from fadamgc.models import cnn, resnet18
 from fadamgc.sim.engine import prepare
-from fadamgc.sim.executors import ThreadsExecutor, VectorizedExecutor, auto, native, threads
+from fadamgc.sim.executors import ThreadsExecutor, VectorizedExecutor, auto, native, rules, threads
 from fadamgc.sim.executors.graphs import liftable, pointwise, record
 from fadamgc.sim.executors.native import compiled, compiler
 from fadamgc.sim.problem import Problem
@@ -292,10 +292,31 @@ def test_pictures_with_channels_last_agree_with_the_loop(norm, width):
     torch.testing.assert_close(two.x, one.x, rtol=1e-8, atol=1e-10)
 
 
-def test_rules_in_pieces_are_the_rules(monkeypatch):
-    whole = simulate(fadamgc.FAdamGC(), class_task(), executor="threads")
-    monkeypatch.setattr(threads, "PIECE", 7)
-    assert torch.equal(simulate(fadamgc.FAdamGC(), class_task(), executor="threads").x, whole.x)
+@pytest.mark.parametrize("name", fadamgc.algorithms())
+def test_rules_in_pieces_are_the_rules(name, monkeypatch):
+    algo, task = fadamgc.make_algorithm(name), class_task()
+    options = {"executor": "threads", "tracked": 2}
+    if name == "fa_nt_local":
+        options |= {"sampled": None, "tracked": None}
+    whole = simulate(algo, task, **options)
+    monkeypatch.setattr(rules, "PIECE", 7)
+    cut = simulate(algo, task, **options)
+    assert torch.equal(cut.x, whole.x)
+    for one, other in zip(cut.clients, whole.clients, strict=True):
+        assert all(map(torch.equal, one, other))
+
+
+def test_memory_is_used_again_once_nothing_refers_to_it():
+    vectors, x = rules.Vectors(), torch.zeros(5)
+    one, two = vectors.like(x), vectors.like(x)
+    assert one.data_ptr() != two.data_ptr()
+    at, part = one.data_ptr(), one[2:]
+    del one
+    assert vectors.like(x).data_ptr() != at
+    del part
+    assert vectors.like(x).data_ptr() == at
+    assert vectors.like(x, torch.float64).dtype == torch.float64
+    assert len(vectors.like(torch.zeros(7))) == 7
 
 
 class Normalised(fadamgc.FedAvg):
@@ -306,7 +327,7 @@ class Normalised(fadamgc.FedAvg):
 
 
 def test_rules_that_look_at_whole_vectors_are_not_cut(monkeypatch):
-    monkeypatch.setattr(threads, "PIECE", 7)
+    monkeypatch.setattr(rules, "PIECE", 7)
     one, *others = (
         simulate(Normalised(), class_task(), executor=e, dtype=torch.float64)
         for e in ("loop", "threads", "vectorized")
