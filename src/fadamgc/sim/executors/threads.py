@@ -143,7 +143,7 @@ def take(hands: list[deque[Job]], own: int) -> Job | None:
 
 
 class Place:
-    """Where a thread works: a module of its own, whose parameters are views of one flat vector."""
+    """Where a thread works: a module of its own, whose parameters are those in one flat vector."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -151,13 +151,17 @@ class Place:
         self.x, self.g = torch.empty_like(problem.x0), torch.empty_like(problem.x0)
         named = dict(self.module.named_parameters())
         self.parameters = [named[name] for name in problem.flat.names]
-        for parameter, view in zip(self.parameters, problem.flat.unflatten(self.x).values(), strict=True):
-            parameter.data = view
-            parameter.requires_grad_()
-        self.g_views = list(problem.flat.unflatten(self.g).values())
         self.channels_last = (
             problem.inputs.ndim == 4 and problem.dtype == torch.float32 and _may_lie_last(self.module)
         )
+        self.apart: list[tuple[Tensor, Tensor]] = []  # parameters that lie otherwise than in x, and where
+        for parameter, view in zip(self.parameters, problem.flat.unflatten(self.x).values(), strict=True):
+            parameter.data = view
+            if self.channels_last and view.ndim == 4:
+                parameter.data = torch.empty_like(view, memory_format=torch.channels_last)
+                self.apart.append((parameter.data, view))
+            parameter.requires_grad_()
+        self.g_views = list(problem.flat.unflatten(self.g).values())
 
     def one(self, job: Job, rules: Rules, lock: threading.Lock, stop: threading.Event) -> Result | None:
         """One client's round; None if it is to stop."""
@@ -195,6 +199,8 @@ class Place:
         """The loss on a batch; its gradient is in g."""
         if self.channels_last:
             inputs = inputs.contiguous(memory_format=torch.channels_last)
+        for parameter, view in self.apart:
+            parameter.copy_(view)
         with torch.enable_grad():
             loss = self.problem.task.loss(self.module(inputs), targets)
             gradients: tuple[Tensor | None, ...] = torch.autograd.grad(
