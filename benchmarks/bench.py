@@ -1,6 +1,6 @@
 """The orchestrator: every system in turn, one or a few rounds at a time, so that all see the same machine.
 
-python benchmarks/bench.py [--only digits,cnn] [--repeats 7] [--quick] [--out results/benchmarks]
+python benchmarks/bench.py [--only digits,cnn] [--repeats 5] [--quick] [--out results/benchmarks]
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def parse() -> argparse.Namespace:
     arguments.add_argument("--optimizers", help=f"of {','.join(OPTIMIZERS)}")
     arguments.add_argument("--systems", help=f"of {','.join(s.name for s in SYSTEMS)}")
     arguments.add_argument("--extras", help=f"of {','.join(EXTRAS)}, or none")
-    arguments.add_argument("--repeats", type=int, help="turns of each system (7; with --quick 2)")
+    arguments.add_argument("--repeats", type=int, help="turns of each system (5; with --quick 2)")
     arguments.add_argument("--quick", action="store_true", help="digits only and small extras: does it work?")
     arguments.add_argument("--out", type=Path, default=Path("results/benchmarks"))
     return arguments.parse_args()
@@ -176,7 +176,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that workers are ended
     options = parse()
     quick = options.quick
-    repeats = options.repeats or (2 if quick else 7)
+    repeats = options.repeats or (2 if quick else 5)
     workloads = _chosen(options.only or ("digits" if quick else None), list(WORKLOADS), "only")
     optimizers = _chosen(options.optimizers, list(OPTIMIZERS), "optimizers")
     names = _chosen(options.systems, [s.name for s in SYSTEMS], "systems")

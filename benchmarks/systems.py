@@ -31,6 +31,9 @@ ISOLATED = ("unshare", "-rn", "--pid", "--fork", "--kill-child", "--mount-proc")
 LOOPBACK = ("sh", "-c", 'ip link set lo up && exec "$@"', "sh")
 
 
+OURS = ("workers.ours", "workers.gradients")  # these have the huge pages that importing fadamgc turns on
+
+
 @dataclass(frozen=True)
 class System:
     """One way to run a round.
@@ -66,7 +69,7 @@ class System:
         torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(self.processes), "-m")
         # The workloads import this package, which turns huge pages on; elsewhere torch's default is measured.
         return [
-            *(() if self.module == "workers.ours" else ("env", "THP_MEM_ALLOC_ENABLE=0")),
+            *(() if self.module in OURS else ("env", "THP_MEM_ALLOC_ENABLE=0")),
             *((*ISOLATED, *LOOPBACK) if self.isolated else ()),
             str(python_of(self.environment)),
             "-m",
@@ -96,6 +99,13 @@ SYSTEMS = (
         "bare loop, channels_last",
         "workers.bare",
         arguments=("--channels-last",),
+        pictures_only=True,
+    ),
+    System(
+        "gradients",
+        "gradients alone, 2 threads x 1",
+        "workers.gradients",
+        optimizers=("adam",),
         pictures_only=True,
     ),
     # FedAvg is measured beside the Adam methods too, so that FAdamGC can be compared with it.
