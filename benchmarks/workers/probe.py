@@ -142,6 +142,38 @@ def memory(states: str, clients: int = 100, again: int = 2) -> dict[str, Any]:
     }
 
 
+def steps(rounds: int = 500) -> dict[str, float]:
+    """Milliseconds of a round of FAdamGC on digits, and of the compiled steps in it."""
+    import fadamgc
+    from fadamgc.sim.executors.native import NativeCode
+    from workers.ours import FOREVER, make_task
+    from workloads import WORKLOADS
+
+    workload = WORKLOADS["digits"]
+    inside: list[float] = []
+    original = NativeCode.repeat
+
+    def timed(self: NativeCode, *arguments: Any, **named: Any) -> None:
+        began = time.perf_counter()
+        original(self, *arguments, **named)
+        inside.append(time.perf_counter() - began)
+
+    NativeCode.repeat = timed  # type: ignore[method-assign]
+    run = fadamgc.simulate(
+        fadamgc.FAdamGC(),
+        make_task(workload),
+        rounds=rounds,
+        sampled=workload.sampled,
+        local_steps=workload.steps,
+        batch_size=workload.batch,
+        eval_every=FOREVER,
+        executor="vectorized",
+        progress=False,
+    )
+    whole = [record.wall_seconds for record in run.history[rounds // 5 :]]
+    return {"round_ms": 1e3 * median(whole), "compiled_steps_ms": 1e3 * median(inside[rounds // 5 :])}
+
+
 def sweep(rounds: int, seeds: int = 4, workers: int = 2) -> dict[str, Any]:
     """Runs of FAdamGC on digits, seeds times step sizes, in one call; twice, as the first one compiles."""
     import fadamgc
@@ -197,7 +229,7 @@ def machine() -> dict[str, Any]:
 
 
 PROBES: dict[str, Callable[..., Any]] = {
-    f.__name__: f for f in (imports, sgemm, flops, scale, memory, sweep, machine)
+    f.__name__: f for f in (imports, sgemm, flops, scale, memory, steps, sweep, machine)
 }
 
 if __name__ == "__main__":

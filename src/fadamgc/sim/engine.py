@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import logging
 import reprlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import index
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -118,7 +120,6 @@ def simulate(
         3
     """
     arguments = dict(locals())
-    del arguments["progress"]
     with torch.inference_mode(False):
         engine, hooks = prepare(**arguments)
         label = f"{algorithm.title} on {task.name}"
@@ -136,74 +137,59 @@ def simulate(
 Hooks: TypeAlias = list[Callback]
 
 
-def prepare(
-    algorithm: AnyAlgorithm,
-    task: Task,
-    *,
-    rounds: int | None = None,
-    sampled: int | None = None,
-    tracked: int | None = None,
-    local_steps: int | None = None,
-    batch_size: int | None = None,
-    seed: int = 0,
-    local_epochs: int | None = None,
-    schedule: Sequence[tuple[Sequence[int], Sequence[int]]] | None = None,
-    weights: Literal["uniform", "size"] | Sequence[float] = "uniform",
-    eval_every: int = 1,
-    target: float | None = None,
-    on_nonfinite: Literal["error", "drop"] = "error",
-    cost: CostModel | None = None,
-    dtype: torch.dtype | None = None,
-    device: str | torch.device | None = None,
-    executor: ExecutorChoice = "auto",
-    states: Literal["auto", "memory", "files"] = "auto",
-    callbacks: Sequence[Callback] = (),
-    checkpoint: str | Path | None = None,
-    checkpoint_every: int = 1,
-    resume: bool = False,
-    make: Makers | None = None,
-) -> tuple[Engine, Hooks]:
-    """What ``simulate`` starts from, checked: the engine before its first round, and the callbacks."""
-    if not isinstance(algorithm, Algorithm):
-        raise InputError(f"algorithm={algorithm!r} is not an algorithm; give one such as fadamgc.FAdamGC()")
-    if not isinstance(task, Task):
-        raise InputError(f"task={type(task).__name__} is not a task; give a fadamgc.Task")
-    if cost is not None and not isinstance(cost, CostModel):
-        raise InputError(f"cost={cost!r} is not a cost model; give a fadamgc.CostModel")
-    hooks = list(callbacks) if isinstance(callbacks, Iterable) else [callbacks]
+def prepare(*arguments: Any, make: Makers | None = None, **named: Any) -> tuple[Engine, Hooks]:
+    """What ``simulate`` starts from, checked, given its arguments: the engine before its first round, and
+    the callbacks."""
+    given = inspect.signature(simulate).bind(*arguments, **named)
+    given.apply_defaults()
+    a = SimpleNamespace(**given.arguments)
+    if not isinstance(a.algorithm, Algorithm):
+        raise InputError(f"algorithm={a.algorithm!r} is not an algorithm; give one such as fadamgc.FAdamGC()")
+    if not isinstance(a.task, Task):
+        raise InputError(f"task={type(a.task).__name__} is not a task; give a fadamgc.Task")
+    if a.cost is not None and not isinstance(a.cost, CostModel):
+        raise InputError(f"cost={a.cost!r} is not a cost model; give a fadamgc.CostModel")
+    hooks = list(a.callbacks) if isinstance(a.callbacks, Iterable) else [a.callbacks]
     if not all(map(callable, hooks)):
-        raise InputError(f"callbacks={callbacks!r} are not functions of a RoundEnd")
-    if target is not None and task.test is None:
-        raise InputError(f"target={target!r} without test data; give the task a test set")
-    if resume and checkpoint is None:
+        raise InputError(f"callbacks={a.callbacks!r} are not functions of a RoundEnd")
+    if a.target is not None and a.task.test is None:
+        raise InputError(f"target={a.target!r} without test data; give the task a test set")
+    if a.resume and a.checkpoint is None:
         raise InputError("resume=True without checkpoint; say which folder to go on from")
-    draws = None if schedule is None else _draws(schedule)
-    if rounds is None:
-        if draws is None:
-            raise InputError("rounds=None; say how many rounds to run")
-        rounds = len(draws)
+    draws = None if a.schedule is None else _draws(a.schedule)
+    if a.rounds is None and draws is None:
+        raise InputError("rounds=None; say how many rounds to run")
     settings = Settings(
-        rounds=rounds,
-        sampled=sampled,
-        tracked=tracked,
-        local_steps=10 if local_steps is None and local_epochs is None else local_steps,
-        local_epochs=local_epochs,
-        batch_size=batch_size,
-        seed=seed,
+        rounds=len(draws or ()) if a.rounds is None else a.rounds,
+        sampled=a.sampled,
+        tracked=a.tracked,
+        local_steps=10 if a.local_steps is None and a.local_epochs is None else a.local_steps,
+        local_epochs=a.local_epochs,
+        batch_size=a.batch_size,
+        seed=a.seed,
         schedule=draws,
-        weights=weights if isinstance(weights, str) else _numbers("weights", weights),
-        eval_every=eval_every,
-        target=target,
-        on_nonfinite=on_nonfinite,
-        checkpoint_every=checkpoint_every,
-        dtype=dtype,
+        weights=a.weights if isinstance(a.weights, str) else _numbers("weights", a.weights),
+        eval_every=a.eval_every,
+        target=a.target,
+        on_nonfinite=a.on_nonfinite,
+        checkpoint_every=a.checkpoint_every,
+        dtype=a.dtype,
     )
-    settings.check(task.n, [len(x) for x, _ in task.pairs], algorithm)
-    cost = cost or CostModel()
-    cost.check(task.n)
-    store = None if checkpoint is None else Path(checkpoint)
+    settings.check(a.task.n, [len(x) for x, _ in a.task.pairs], a.algorithm)
+    cost = a.cost or CostModel()
+    cost.check(a.task.n)
+    store = None if a.checkpoint is None else Path(a.checkpoint)
     engine = Engine(
-        algorithm, task, settings, cost, device, executor, store, resume, states, make or Makers()
+        a.algorithm,
+        a.task,
+        settings,
+        cost,
+        a.device,
+        a.executor,
+        store,
+        a.resume,
+        a.states,
+        make or Makers(),
     )
     return engine, hooks
 

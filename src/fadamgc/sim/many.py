@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 
 from fadamgc.errors import FadamgcError, InputError, NonFiniteError, nearest
-from fadamgc.sim.engine import Engine, Hooks, Makers, prepare, stops
+from fadamgc.sim.engine import Engine, Hooks, Makers, prepare, simulate, stops
 from fadamgc.sim.executors import Executor, ExecutorChoice, Plan, VectorizedExecutor, make_executor
 from fadamgc.sim.problem import Problem
 from fadamgc.sim.progress import progress_bar
@@ -71,7 +71,7 @@ def simulate_many(
 
 
 def _arguments(i: int, own: Any, common: Mapping[str, Any]) -> dict[str, Any]:
-    known = [name for name in inspect.signature(prepare).parameters if name != "make"]
+    known = [name for name in inspect.signature(simulate).parameters if name != "progress"]
     if not isinstance(own, Mapping):
         raise InputError(f"runs[{i}]={own!r} is not accepted; give a dict of arguments of simulate")
     every = {**common, **own}
