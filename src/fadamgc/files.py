@@ -49,6 +49,11 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fadamgc"
 
 
+def config_file() -> Path:
+    """The user's settings, if there are any."""
+    return Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "fadamgc" / "config.toml"
+
+
 def make_folder(folder: Path) -> None:
     """Make a folder and see that it can be written to, before work is done for it."""
     probe = folder / f".{os.getpid()}.tmp"

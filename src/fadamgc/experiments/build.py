@@ -3,18 +3,31 @@ partition (or another synthetic problem), other initial weights, other batches."
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, assert_never
+from typing import Any, NamedTuple, TypeAlias, assert_never
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from fadamgc.data import Partition, digits, dirichlet, iid, shards
+from fadamgc.data import Partition, digits, dirichlet, har, iid, images, natural, shards
+from fadamgc.data.sources import source
 from fadamgc.data.synthetic import Synthetic, linear_regression, quadratics
 from fadamgc.errors import InputError
-from fadamgc.experiments.spec import DigitsTask, LinearRegressionTask, QuadraticsTask, TaskSpec
-from fadamgc.models import mlp
+from fadamgc.experiments.spec import (
+    DigitsTask,
+    HarTask,
+    LabelledTask,
+    LinearRegressionTask,
+    PicturesTask,
+    QuadraticsTask,
+    TaskSpec,
+)
+from fadamgc.models import PictureInput, cnn1d, convnet, mlp, resnet8, resnet18
 from fadamgc.task import Pair, Task
+
+Rows: TypeAlias = NDArray[np.int64]
 
 
 class Labels(NamedTuple):
@@ -45,6 +58,10 @@ def build_task(spec: TaskSpec, seed: int, validation: float = 0.0) -> Task:
                 raise InputError(f"hidden={list(spec.hidden)} is too large for the memory here") from None
             test = (data.test_x, data.test_y)
             return Task(model, cross_entropy, clients, test, metric="accuracy", name="digits")
+        case PicturesTask():
+            return _pictures(spec, seed, validation)
+        case HarTask():
+            return _har(spec, seed, validation)
         case QuadraticsTask():
             problem = quadratics(spec.clients, spec.dim, seed, spec.condition, spec.spread)
             return _least_squares(problem, seed, "quadratics")
@@ -57,7 +74,7 @@ def build_task(spec: TaskSpec, seed: int, validation: float = 0.0) -> Task:
             assert_never(spec)
 
 
-def partition(spec: DigitsTask, labels: Tensor, seed: int) -> Partition:
+def partition(spec: LabelledTask, labels: Tensor, seed: int) -> Partition:
     """The labels' partition that the spec asks for."""
     match spec.partition:
         case "dirichlet":
@@ -75,11 +92,88 @@ def partition(spec: DigitsTask, labels: Tensor, seed: int) -> Partition:
 
 def label_counts(spec: TaskSpec, seed: int) -> Labels | None:
     """The label distribution of the train data; None where there are no labels."""
-    if not isinstance(spec, DigitsTask):
-        return None
-    labels = digits.load().train_y
-    held = partition(spec, labels, seed)
+    match spec:
+        case DigitsTask():
+            labels = digits.load().train_y
+            held = partition(spec, labels, seed)
+        case PicturesTask():
+            every = images.load(spec.data, "train").y
+            labels = torch.from_numpy(every[_some(every, spec.train_samples)])
+            held = partition(spec, labels, seed)
+        case HarTask():
+            data = har.load()
+            train = ~data.is_test
+            labels, held = data.y[train], natural(data.subject[train])
+        case _:
+            return None
     return Labels(held.counts(labels), held.note)
+
+
+def _pictures(spec: PicturesTask, seed: int, validation: float) -> Task:
+    train = images.load(spec.data, "train")
+    rows, test_rows = _some(train.y, spec.train_samples), None
+    if validation:
+        rows, held_out = _held_out(train.y, rows, validation)
+        test, test_rows = train, held_out
+    else:
+        test = images.load(spec.data, "test")
+        test_rows = np.arange(len(test.y))
+    test_rows = test_rows[_some(test.y[test_rows], spec.test_samples)]
+    labels = torch.from_numpy(train.y[rows])
+    held = partition(spec, labels, seed)
+    clients = [_tensors(train, rows[own]) for own in held.indices]
+    known = source(spec.data)
+    side, outputs = known.side // spec.shrink, known.classes
+    assert spec.mean is not None
+    assert spec.std is not None
+    first = PictureInput(spec.mean, spec.std, spec.shrink, spec.augment)
+    match spec.model:
+        case "cnn":
+            net = convnet(outputs=outputs, width=spec.width or 16, side=side, seed=seed)
+        case "resnet8":
+            net = resnet8(outputs=outputs, norm=spec.norm, width=spec.width or 16, seed=seed)
+        case "resnet18":
+            net = resnet18(outputs=outputs, norm=spec.norm, width=spec.width or 64, seed=seed)
+        case _:
+            assert_never(spec.model)
+    model = nn.Sequential(first, net)
+    test_pair = _tensors(test, test_rows)
+    return Task(model, cross_entropy, clients, test_pair, metric="accuracy", name=spec.data)
+
+
+def _tensors(pictures: images.Pictures, rows: Rows) -> Pair:
+    return torch.from_numpy(np.ascontiguousarray(pictures.x[rows])), torch.from_numpy(pictures.y[rows])
+
+
+def _some(labels: Rows, count: int | None) -> Rows:
+    """The rows of so many samples, as evenly over the classes as can be, the same in every run."""
+    if count is None or count >= len(labels):
+        return np.arange(len(labels))
+    order = np.random.default_rng(0).permutation(len(labels))
+    turn = np.empty(len(labels), dtype=np.int64)  # how many of the same class come before
+    for c in np.unique(labels):
+        own = order[labels[order] == c]
+        turn[own] = np.arange(len(own))
+    return np.sort(order[np.argsort(turn[order], kind="stable")[:count]])
+
+
+def _held_out(labels: Rows, rows: Rows, share: float) -> tuple[Rows, Rows]:
+    """Rows without a share of every class, and that share, the same in every run."""
+    out = rows[_some(labels[rows], max(1, round(share * len(rows))))]
+    return np.setdiff1d(rows, out), out
+
+
+def _har(spec: HarTask, seed: int, validation: float) -> Task:
+    data = har.load()
+    rows = np.flatnonzero(~data.is_test.numpy())
+    test_rows = np.flatnonzero(data.is_test.numpy())
+    if validation:
+        rows, test_rows = _held_out(data.y.numpy(), rows, validation)
+    held = natural(data.subject[rows])
+    clients: list[Pair] = [(data.x[rows[own]], data.y[rows[own]]) for own in held.indices]
+    model = cnn1d(channels=9, outputs=6, width=spec.width, seed=seed)
+    test = (data.x[test_rows], data.y[test_rows])
+    return Task(model, cross_entropy, clients, test, metric="accuracy", name="HAR")
 
 
 def _half_squared_error(output: Tensor, target: Tensor) -> Tensor:

@@ -81,16 +81,16 @@ Seeds: TypeAlias = Annotated[
 ]
 Steps: TypeAlias = Annotated[tuple[Positive, ...], Field(min_length=1)]
 PerClient: TypeAlias = Annotated[Any, BeforeValidator(_per_client)]
+Share: TypeAlias = Annotated[float, Field(ge=0, le=1)]
+Colour: TypeAlias = tuple[Share, Share, Share]
+SomeColour: TypeAlias = tuple[Positive, Positive, Positive]
 
 
-class DigitsTask(Section):
-    """scikit-learn's digits, classified by a multilayer perceptron."""
+class LabelledTask(Section):
+    """Labelled samples that are dealt out to clients."""
 
     metric: ClassVar[str] = "accuracy"
 
-    data: Literal["digits"]
-    model: Literal["mlp"] = "mlp"
-    hidden: tuple[Count, ...] = (64,)
     clients: Count = 50
     partition: Literal["dirichlet", "iid", "shards"] = "dirichlet"
     alpha: Positive | None = None  # of dirichlet
@@ -120,6 +120,62 @@ class DigitsTask(Section):
         return own | {key: value for key, value in table.items() if value is not None}
 
 
+class DigitsTask(LabelledTask):
+    """scikit-learn's digits, classified by a multilayer perceptron."""
+
+    data: Literal["digits"]
+    model: Literal["mlp"] = "mlp"
+    hidden: tuple[Count, ...] = (64,)
+
+
+class PicturesTask(LabelledTask):
+    """Pictures from a data root, classified by a convolutional network."""
+
+    data: Literal["cifar10", "cifar100", "tiny-imagenet"]
+    model: Literal["cnn", "resnet8", "resnet18"] = "cnn"
+    width: Count | None = None  # channels of the first layer; None: the model's own
+    norm: Literal["group", "batch"] = "group"
+    clients: Count = 100
+    mean: Colour | None = None  # of the pixels, as shares of white; None: the data set's
+    std: SomeColour | None = None
+    shrink: Literal[1, 2, 4] = 1  # pictures are averaged over squares of so many pixels
+    augment: Literal["none", "flip", "crop-flip"] = "none"  # of training pictures
+    train_samples: Count | None = None  # so many of the train part, evenly over its classes; None: all
+    test_samples: Count | None = None
+
+    # Known from the complete train parts; `fadamgc data check` computes those of the files that are there.
+    COLOURS: ClassVar[dict[str, dict[str, tuple[float, float, float]]]] = {
+        "cifar10": {"mean": (0.4914, 0.4822, 0.4465), "std": (0.2470, 0.2435, 0.2616)},
+        "cifar100": {"mean": (0.5071, 0.4866, 0.4409), "std": (0.2673, 0.2564, 0.2762)},
+        "tiny-imagenet": {"mean": (0.4802, 0.4481, 0.3975), "std": (0.2770, 0.2691, 0.2821)},
+    }
+
+    @after_all(mode="before")
+    @classmethod
+    def _colours(cls, table: Any) -> Any:
+        if not isinstance(table, dict) or table.get("data") not in cls.COLOURS:
+            return table
+        return cls.COLOURS[table["data"]] | {k: v for k, v in table.items() if v is not None}
+
+    @after_all(mode="after")
+    def _batch_norm(self) -> PicturesTask:
+        if self.norm == "batch" and self.model == "cnn":
+            raise ValueError("norm='batch' is for the resnets; the cnn has norm='group'")
+        return self
+
+
+class HarTask(Section):
+    """Signals of thirty people's phones; each person is a client."""
+
+    metric: ClassVar[str] = "accuracy"
+
+    data: Literal["uci_har"]
+    model: Literal["cnn1d"] = "cnn1d"
+    width: Count = 16
+    clients: Literal[30] = 30
+    partition: Literal["people"] = "people"
+
+
 class QuadraticsTask(Section):
     """Quadratics with other curvatures and minimisers for each client; the optimum is known."""
 
@@ -145,9 +201,13 @@ class LinearRegressionTask(Section):
     noise: NonNegative = 0.1
 
 
-TaskSpec: TypeAlias = DigitsTask | QuadraticsTask | LinearRegressionTask
+TaskSpec: TypeAlias = DigitsTask | PicturesTask | HarTask | QuadraticsTask | LinearRegressionTask
 TASKS: dict[str, type[TaskSpec]] = {
     "digits": DigitsTask,
+    "cifar10": PicturesTask,
+    "cifar100": PicturesTask,
+    "tiny-imagenet": PicturesTask,
+    "uci_har": HarTask,
     "quadratics": QuadraticsTask,
     "linear_regression": LinearRegressionTask,
 }

@@ -157,6 +157,7 @@ def prepare(*arguments: Any, make: Makers | None = None, **named: Any) -> tuple[
     if a.resume and a.checkpoint is None:
         raise InputError("resume=True without checkpoint; say which folder to go on from")
     draws = None if a.schedule is None else _draws(a.schedule)
+    weights: Any = a.weights if isinstance(a.weights, str) else _numbers("weights", a.weights)
     if a.rounds is None and draws is None:
         raise InputError("rounds=None; say how many rounds to run")
     settings = Settings(
@@ -168,7 +169,7 @@ def prepare(*arguments: Any, make: Makers | None = None, **named: Any) -> tuple[
         batch_size=a.batch_size,
         seed=a.seed,
         schedule=draws,
-        weights=a.weights if isinstance(a.weights, str) else _numbers("weights", a.weights),
+        weights=weights,
         eval_every=a.eval_every,
         target=a.target,
         on_nonfinite=a.on_nonfinite,

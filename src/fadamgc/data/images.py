@@ -1,0 +1,120 @@
+"""Data sets of pictures: decoded once, then read from an array on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from fadamgc.data import parquet
+from fadamgc.data.sources import Source, files_of, source
+from fadamgc.errors import InputError
+from fadamgc.files import cache_folder, write_atomic
+
+FORMAT = 1  # of the cached arrays
+
+log = logging.getLogger("fadamgc")
+
+
+class Pictures(NamedTuple):
+    """Pictures as bytes, (n, 3, side, side), which may lie on disk; labels, (n,)."""
+
+    x: npt.NDArray[np.uint8]
+    y: npt.NDArray[np.int64]
+
+
+def load(
+    name: str, split: str, root: Path | None = None, progress: Callable[[int], object] | None = None
+) -> Pictures:
+    """One part of a data set of pictures.
+
+    Args:
+        name: of the data set.
+        split: "train" or "test".
+        root: the data root; None is where ``data_root`` says.
+        progress: told how many pictures have been decoded, if they have to be.
+    """
+    known = source(name)
+    if known.kind != "pictures":
+        raise InputError(f"data={name!r} is a set of {known.kind}, not of pictures")
+    files = files_of(known, known.splits[0 if split == "train" else 1], root)
+    place = cache_folder() / "pictures" / f"{name}-{split}-{_digest(known, files)}"
+    cached = _cached(place)
+    if cached is not None:
+        return cached
+    pictures = _decode(known, files, progress or (lambda _: None))
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        for part, array in (("x", pictures.x), ("y", pictures.y)):  # y is there when x is complete
+            buffer = io.BytesIO()
+            np.save(buffer, array)
+            write_atomic(place.with_name(f"{place.name}.{part}.npy"), buffer.getvalue())
+    except OSError as error:
+        log.info("decoded pictures are not kept: %s", error)
+        return pictures
+    return _cached(place) or pictures
+
+
+def _cached(place: Path) -> Pictures | None:
+    x, y = (place.with_name(f"{place.name}.{part}.npy") for part in ("x", "y"))
+    try:
+        if not y.exists():
+            return None
+        pictures = Pictures(np.load(x, mmap_mode="r"), np.load(y))
+    except (OSError, ValueError) as error:
+        log.info("decoded pictures of another time are not used: %s", error)
+        return None
+    return pictures if len(pictures.x) == len(pictures.y) else None
+
+
+def _digest(known: Source, files: list[Path]) -> str:
+    """Changes when the files do."""
+    facts = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+    return hashlib.sha256(repr((FORMAT, known, facts)).encode()).hexdigest()[:16]
+
+
+def _decode(known: Source, files: list[Path], progress: Callable[[int], object]) -> Pictures:
+    try:
+        from PIL import Image, UnidentifiedImageError
+    except ImportError:
+        raise InputError("decoding pictures needs pillow; pip install 'fadamgc[data]'") from None
+
+    def decode(item: tuple[Path, int, Any]) -> npt.NDArray[np.uint8]:
+        file, row, value = item
+        data = value.get("bytes") if isinstance(value, dict) else value
+        if not isinstance(data, bytes):
+            raise InputError(f"{file}: row {row} has no picture in {known.inputs[0]!r}")
+        try:
+            with Image.open(io.BytesIO(data)) as image:
+                pixels = np.asarray(image.convert("RGB"))
+        except (UnidentifiedImageError, OSError, ValueError, SyntaxError) as error:
+            raise InputError(f"{file}: the picture of row {row} cannot be decoded ({error})") from None
+        if pixels.shape != (known.side, known.side, 3):
+            height, width = pixels.shape[:2]
+            raise InputError(
+                f"{file}: the picture of row {row} is {width}x{height}; "
+                f"those of {known.name} are {known.side}x{known.side}"
+            )
+        return pixels.transpose(2, 0, 1)
+
+    x: list[npt.NDArray[np.uint8]] = []
+    y: list[npt.NDArray[np.int64]] = []
+    count = 0
+    with ThreadPoolExecutor() as pool:
+        for rows in parquet.read(files, (*known.inputs, known.label)):
+            values = rows.columns[known.inputs[0]].to_pylist()
+            items = ((rows.file, rows.first + i, value) for i, value in enumerate(values))
+            x.append(np.stack(list(pool.map(decode, items))))
+            y.append(parquet.labels(rows, known.label, known.classes))
+            count += len(values)
+            progress(count)
+    if not x:
+        raise InputError(f"{files[0]}: there are no rows in it; download it again")
+    return Pictures(np.concatenate(x), np.concatenate(y))

@@ -1,0 +1,57 @@
+"""Columns of parquet files, with errors that name the file and the row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from fadamgc.errors import InputError
+
+
+class Rows(NamedTuple):
+    """Some rows of a file."""
+
+    file: Path
+    first: int  # number of the first of them
+    columns: dict[str, Any]  # pyarrow arrays
+
+
+def read(files: Sequence[Path], columns: Sequence[str], batch: int = 2000) -> Iterator[Rows]:
+    """All rows of some files, a few at a time."""
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        raise InputError("reading parquet files needs pyarrow; pip install 'fadamgc[data]'") from None
+    for path in files:
+        first = 0
+        try:
+            with parquet.ParquetFile(path) as file:
+                there = file.schema_arrow.names
+                for column in columns:
+                    if column not in there:
+                        raise InputError(f"{path}: there is no column {column!r}; it has {', '.join(there)}")
+                for part in file.iter_batches(batch, columns=list(columns)):
+                    yield Rows(path, first, {name: part.column(name) for name in columns})
+                    first += len(part)
+        except (pyarrow.ArrowException, OSError) as error:
+            said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise InputError(
+                f"{path}: damaged or no parquet file, after {first} rows ({said}); download it again"
+            ) from error
+
+
+def labels(rows: Rows, column: str, classes: int) -> npt.NDArray[np.int64]:
+    """A column of labels, each of which is one of the classes."""
+    values = rows.columns[column].to_pylist()
+    for i, value in enumerate(values):
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < classes:
+            raise InputError(
+                f"{rows.file}: row {rows.first + i} has {column}={value!r}; "
+                f"there are {classes} classes, 0 to {classes - 1}"
+            )
+    return np.array(values, dtype=np.int64)
