@@ -33,7 +33,7 @@ def load(root: Path | None = None) -> Har:
     """All windows of all people."""
     (path,) = files_of(source("uci_har"), "train", root)
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with open(path, "rb") as opened, np.load(opened, allow_pickle=False) as file:
             arrays = {name: file[name] for name in SHAPES if name in file.files}
     except (OSError, ValueError, zipfile.BadZipFile) as error:
         raise InputError(f"{path}: damaged ({error}); download it again") from None

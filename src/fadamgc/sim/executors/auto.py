@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable
 
@@ -60,10 +59,11 @@ def _makers(problem: Problem, plan: Plan) -> dict[str, Callable[[Problem, Plan],
     small = problem.flat.d <= SMALL and not _convolves(problem)
     if small and not problem.random:
         makers["vectorized"] = VectorizedExecutor
-    threads = problem.device.type == "cpu" and (os.cpu_count() or 1) > 1 and plan.sampled > 1
+    threads = problem.device.type == "cpu"
     if small or not threads:  # short operations: threads would wait for each other
         makers["loop"] = LoopExecutor
-    if threads:
+        threads = threads and torch.get_num_threads() > 1 and plan.sampled > 1
+    if threads:  # a single one, too: its rules are in place and its pictures lie as convolutions like them
         makers["threads"] = ThreadsExecutor
     makers["loop"] = LoopExecutor
     return makers
@@ -78,7 +78,7 @@ def _seconds(executor: Executor, problem: Problem, plan: Plan) -> float:
     """Seconds of one step of one client."""
     few = plan.sampled
     if not isinstance(executor, VectorizedExecutor):
-        few = min(few, 2 if isinstance(executor, LoopExecutor) else 2 * (os.cpu_count() or 1))
+        few = min(few, 2 if isinstance(executor, LoopExecutor) else 2 * torch.get_num_threads())
     steps = 1
     first = _time(executor, _jobs(problem, plan, few, steps))
     if first / few < QUICK or isinstance(executor, VectorizedExecutor):

@@ -8,7 +8,6 @@ algorithm run in place over the flat vectors. What comes out does not depend on 
 from __future__ import annotations
 
 import copy
-import os
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -39,7 +38,7 @@ class ThreadsExecutor:
     Args:
         problem: the task as functions. Jobs may belong to other problems of the same model and loss.
         plan: how large the run is.
-        workers: threads; None is one for each core.
+        workers: threads; None is as many as torch has, one for each core unless told otherwise.
         compile: whether the rules become machine code, which changes no bit; None is where it pays.
     """
 
@@ -57,7 +56,7 @@ class ThreadsExecutor:
         if problem.device.type != "cpu":
             raise InputError(f"executor='threads' runs on the CPU, not on device={str(problem.device)!r}")
         self.problem = problem
-        self.workers = workers or os.cpu_count() or 1
+        self.workers = workers or torch.get_num_threads()
         if compile is None:
             compile = (
                 plan is not None

@@ -1,0 +1,53 @@
+"""Small data sets in the layout of the real ones."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pyarrow as pa
+from PIL import Image
+from pyarrow import parquet
+
+
+def picture(pixels, kind="PNG", mode="RGB"):
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).convert(mode).save(buffer, kind)
+    return buffer.getvalue()
+
+
+def pictures(count, side, seed=0):
+    return np.random.default_rng(seed).integers(0, 256, (count, side, side, 3), dtype=np.uint8)
+
+
+def write_rows(path, **columns):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    parquet.write_table(pa.table(columns), path)
+    return path
+
+
+def write_pictures(path, pixels, labels, image="img", label="label", **options):
+    rows = [{"bytes": picture(p, **options), "path": None} for p in pixels]
+    return write_rows(path, **{image: rows, label: pa.array(labels, pa.int64())})
+
+
+def cifar10(root, train=60, test=20):
+    """A CIFAR-10 of a few pictures, whose labels can be told from their colour."""
+    for split, count in (("train", train), ("test", test)):
+        labels = np.arange(count) % 10
+        pixels = pictures(count, 32, seed=count) // 4 + (20 * labels).astype(np.uint8)[:, None, None, None]
+        write_pictures(root / "cifar10" / f"{split}-00000-of-00001.parquet", pixels, labels)
+    return root
+
+
+def har(root, people=30, each=12):
+    """A HAR of a few windows."""
+    random = np.random.default_rng(0)
+    n = people * each
+    y = np.arange(n) % 6
+    x = (random.normal(size=(n, 9, 128)) + y[:, None, None]).astype(np.float16)
+    (root / "uci_har").mkdir(parents=True, exist_ok=True)
+    subject = np.repeat(np.arange(people), each).astype(np.uint8)
+    is_test = np.arange(n) % 4 == 3
+    np.savez(root / "uci_har" / "har.npz", x=x, y=y.astype(np.uint8), subject=subject, is_test=is_test)
+    return root

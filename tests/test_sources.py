@@ -1,0 +1,396 @@
+"""Data sets as files: found, decoded once, and refused with the file and the row where they are damaged."""
+
+from __future__ import annotations
+
+import shutil
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import sets
+from fadamgc.cli import app
+from fadamgc.data import har, images
+from fadamgc.data.check import check
+from fadamgc.data.sources import SOURCES, data_root, files_of, get, source
+from fadamgc.errors import InputError
+from fadamgc.experiments.build import build_task, label_counts
+from fadamgc.experiments.reading import task_spec
+from fadamgc.models import PictureInput
+
+
+@pytest.fixture(autouse=True)
+def folders(tmp_path, monkeypatch):
+    monkeypatch.setenv("FADAMGC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("FADAMGC_DATA", str(tmp_path / "data"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    return tmp_path / "data"
+
+
+def fadamgc(*words):
+    return CliRunner().invoke(app, list(map(str, words)))
+
+
+# Where they are
+
+
+def test_the_data_root_is_that_of_the_variable_then_of_the_config_then_a_cache(tmp_path, monkeypatch):
+    assert data_root() == tmp_path / "data"
+    monkeypatch.delenv("FADAMGC_DATA")
+    assert data_root() == tmp_path / "cache" / "data"
+    config = tmp_path / "config" / "fadamgc" / "config.toml"
+    config.parent.mkdir(parents=True)
+    config.write_text('data_root = "/some/where"')
+    assert str(data_root()) == "/some/where"
+    for text in ("data_root = 3", "data_root"):
+        config.write_text(text)
+        with pytest.raises(InputError, match=r"config\.toml"):
+            data_root()
+
+
+def test_an_absent_data_set_says_what_to_get_and_where_to_put_it(folders):
+    with pytest.raises(InputError) as error:
+        images.load("cifar10", "train")
+    for word in ("cifar10", str(folders / "cifar10"), "huggingface.co/datasets/uoft-cs/cifar10", "parquet"):
+        assert word in str(error.value)
+    with pytest.raises(InputError, match=r"har\.npz"):
+        har.load()
+    with pytest.raises(InputError, match="data='cifar11' is not known; did you mean 'cifar10'"):
+        source("cifar11")
+
+
+@pytest.mark.parametrize("below", ["", "data", "plain_text"])
+def test_files_are_found_as_here_and_as_on_the_hub(folders, below):
+    sets.cifar10(folders)
+    folder = folders / "cifar10"
+    if below:
+        (folder / below).mkdir()
+        for file in folder.glob("*.parquet"):
+            shutil.move(file, folder / below)
+    assert len(images.load("cifar10", "train").y) == 60
+
+
+def test_several_files_are_one_part_and_none_may_be_missing(folders):
+    pixels = sets.pictures(6, 32)
+    for i in range(3):
+        rows = slice(2 * i, 2 * i + 2)
+        name = f"train-{i:05d}-of-00003.parquet"
+        sets.write_pictures(folders / "cifar10" / name, pixels[rows], [0, 1])
+    assert np.array_equal(images.load("cifar10", "train").x, pixels.transpose(0, 3, 1, 2))
+    (folders / "cifar10" / "train-00001-of-00003.parquet").unlink()
+    with pytest.raises(InputError, match="train-00001-of-00003.parquet is missing"):
+        files_of(source("cifar10"), "train")
+
+
+# Pictures
+
+
+def test_pictures_are_decoded_once_and_read_from_disk_afterwards(folders, monkeypatch):
+    sets.cifar10(folders)
+    first = images.load("cifar10", "train")
+    monkeypatch.setattr(images, "_decode", lambda *_: pytest.fail("decoded again"))
+    again = images.load("cifar10", "train")
+    assert np.array_equal(first.x, again.x)
+    assert np.array_equal(again.y, np.arange(60) % 10)
+    assert isinstance(again.x, np.memmap)
+    monkeypatch.undo()
+
+
+def test_other_files_are_decoded_anew(folders):
+    sets.cifar10(folders)
+    images.load("cifar10", "train")
+    sets.cifar10(folders, train=30)
+    assert len(images.load("cifar10", "train").y) == 30
+
+
+def test_a_damaged_cache_is_made_again_and_one_that_cannot_be_written_is_done_without(
+    folders, tmp_path, monkeypatch
+):
+    sets.cifar10(folders)
+    whole = np.array(images.load("cifar10", "train").x)
+    for file in (tmp_path / "cache" / "pictures").iterdir():
+        file.write_bytes(b"nonsense")
+    assert np.array_equal(images.load("cifar10", "train").x, whole)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("FADAMGC_CACHE", str(tmp_path / "file"))
+    assert np.array_equal(images.load("cifar10", "train").x, whole)
+
+
+@pytest.mark.parametrize(("kind", "mode"), [("PNG", "L"), ("PNG", "RGB"), ("WEBP", "RGB")])
+def test_all_kinds_of_pictures_become_three_colours(folders, kind, mode):
+    pixels = np.repeat(sets.pictures(2, 64)[..., :1], 3, axis=3)  # grey, so that nothing is lost
+    options = {"lossless": True} if kind == "WEBP" else {}
+    rows = []
+    for p in pixels:
+        import io
+
+        from PIL import Image
+
+        buffer = io.BytesIO()
+        Image.fromarray(p).convert(mode).save(buffer, kind, **options)
+        rows.append({"bytes": buffer.getvalue(), "path": None})
+    sets.write_rows(folders / "tiny-imagenet" / "train-00000-of-00001.parquet", image=rows, label=[0, 199])
+    loaded = images.load("tiny-imagenet", "train")
+    assert np.array_equal(loaded.x, pixels.transpose(0, 3, 1, 2))
+
+
+def damaged(folders, **changes):
+    pixels = sets.pictures(4, changes.pop("side", 32))
+    labels = changes.pop("labels", [0, 1, 2, 9])
+    rows = [{"bytes": sets.picture(p), "path": None} for p in pixels]
+    rows[2:3] = changes.pop("row", rows[2:3])
+    columns = {"img": rows, "label": labels}
+    for name in changes.pop("without", ()):
+        del columns[name]
+    return sets.write_rows(folders / "cifar10" / "train-00000-of-00001.parquet", **columns)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"labels": [0, 1, 10, 2]}, r"row 2 has label=10; there are 10 classes"),
+        ({"labels": [0, -1, 1, 2]}, r"row 1 has label=-1"),
+        ({"labels": [0, None, 1, 2]}, r"row 1 has label=None"),
+        ({"labels": ["a", "b", "c", "d"]}, r"row 0 has label='a'"),
+        ({"without": ["label"]}, r"there is no column 'label'; it has img"),
+        ({"without": ["img"]}, r"there is no column 'img'; it has label"),
+        ({"row": [{"bytes": b"no picture", "path": None}]}, r"picture of row 2 cannot be decoded"),
+        ({"row": [{"bytes": sets.picture(sets.pictures(1, 32)[0])[:80], "path": None}]}, r"row 2 cannot be"),
+        ({"row": [{"bytes": None, "path": "x.png"}]}, r"row 2 has no picture in 'img'"),
+        ({"side": 16}, r"row 0 is 16x16; those of cifar10 are 32x32"),
+    ],
+)
+def test_a_bad_row_is_named_with_its_file(folders, changes, said):
+    path = damaged(folders, **changes)
+    with pytest.raises(InputError, match=said) as error:
+        images.load("cifar10", "train")
+    assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize("keep", [0, 3, 500, -20])
+def test_a_truncated_file_is_named(folders, keep):
+    path = damaged(folders)
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(InputError, match="damaged or no parquet file") as error:
+        images.load("cifar10", "train")
+    assert str(path) in str(error.value)
+
+
+def test_a_byte_that_changed_does_not_go_unnoticed_or_is_harmless(folders):
+    path = damaged(folders)
+    whole = path.read_bytes()
+    right = np.array(images.load("cifar10", "train").x)
+    for at in range(10, len(whole), len(whole) // 20):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :])
+        said = None
+        try:
+            shape = images.load("cifar10", "train").x.shape
+        except InputError as error:
+            said = str(error)
+        assert shape == right.shape if said is None else str(path) in said
+
+
+# HAR
+
+
+def test_har_has_a_client_for_each_person(folders):
+    sets.har(folders)
+    task = build_task(task_spec(data="uci_har"), seed=0)
+    assert task.n == 30
+    assert [len(x) for x, _ in task.pairs] == [9] * 30
+    assert len(task.test_pair[0]) == 90
+    held = build_task(task_spec(data="uci_har"), seed=0, validation=0.25)
+    assert sum(len(x) for x, _ in held.pairs) + len(held.test_pair[0]) == 270
+    assert label_counts(task_spec(data="uci_har"), 0).counts.shape == (30, 6)
+
+
+def test_damaged_signals_are_named(folders):
+    sets.har(folders)
+    path = folders / "uci_har" / "har.npz"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:1000])
+    with pytest.raises(InputError, match=r"har\.npz: damaged"):
+        har.load()
+    np.savez(path, x=np.zeros((3, 9, 128)), y=[0, 1, 6], subject=[0, 0, 1], is_test=[False] * 3)
+    with pytest.raises(InputError, match="row 2 has y=6"):
+        har.load()
+    np.savez(path, x=np.zeros((3, 9, 128)), y=[0, 1, 2], subject=[0, 0, 1])
+    with pytest.raises(InputError, match="there is no array 'is_test'"):
+        har.load()
+    np.savez(path, x=np.zeros((3, 9, 64)), y=[0, 1, 2], subject=[0, 0, 1], is_test=[False] * 3)
+    with pytest.raises(InputError, match=r"'x' has shape \(3, 9, 64\)"):
+        har.load()
+
+
+# Tasks
+
+
+def test_a_task_of_pictures(folders):
+    sets.cifar10(folders)
+    spec = task_spec(data="cifar10", clients=5, alpha=1.0, width=4, shrink=2, test_samples=10)
+    task = build_task(spec, seed=0)
+    assert task.n == 5
+    assert sum(len(x) for x, _ in task.pairs) == 60
+    assert task.pairs[0][0].dtype == torch.uint8
+    assert len(task.test_pair[1]) == 10
+    assert sorted(task.test_pair[1].tolist()) == list(range(10))
+    other = build_task(spec, seed=1)
+    assert [len(x) for x, _ in task.pairs] != [len(x) for x, _ in other.pairs]
+
+
+def test_held_out_pictures_are_of_the_train_part_and_of_no_client(folders):
+    sets.cifar10(folders)
+    shutil.rmtree(folders / "cifar10" / "nothing", ignore_errors=True)
+    (folders / "cifar10" / "test-00000-of-00001.parquet").unlink()  # it is not even looked for
+    task = build_task(task_spec(data="cifar10", clients=5, alpha=1.0, width=4), seed=0, validation=0.25)
+    kept = torch.cat([x for x, _ in task.pairs])
+    held = task.test_pair[0]
+    assert (len(kept), len(held)) == (45, 15)
+    everything = {tuple(p.flatten().tolist()) for p in torch.cat([kept, held])}
+    assert len(everything) == 60
+
+
+def test_a_subset_is_even_over_the_classes_and_the_same_for_every_seed(folders):
+    sets.cifar10(folders)
+    spec = task_spec(data="cifar10", clients=3, partition="iid", train_samples=30, width=4)
+    one, two = (torch.cat([y for _, y in build_task(spec, seed).pairs]) for seed in (0, 1))
+    assert one.bincount().tolist() == two.bincount().tolist() == [3] * 10
+    assert label_counts(spec, 0).counts.sum() == 30
+
+
+@pytest.mark.parametrize("model", ["cnn", "resnet8", "resnet18"])
+@pytest.mark.parametrize("augment", ["none", "crop-flip"])
+def test_pictures_are_learned_whatever_the_model(folders, model, augment):
+    import fadamgc
+
+    sets.cifar10(folders, train=40)
+    spec = task_spec(
+        data="cifar10", clients=2, partition="iid", model=model, width=4, shrink=4, augment=augment
+    )
+    task = build_task(spec, seed=0)
+    options = {"rounds": 2, "local_steps": 3, "batch_size": 8, "progress": False}
+    one, two = (fadamgc.simulate(fadamgc.FAdamGC(), task, executor=e, **options) for e in ("loop", "threads"))
+    assert torch.isfinite(one.x).all()
+    if augment == "none":
+        torch.testing.assert_close(two.x, one.x, rtol=1e-3, atol=1e-4)
+    again = fadamgc.simulate(fadamgc.FAdamGC(), task, executor="threads", **options)
+    assert torch.equal(two.x, again.x)
+
+
+def test_pictures_are_normalised_and_changed_only_while_training():
+    x = torch.from_numpy(sets.pictures(40, 32).transpose(0, 3, 1, 2))
+    mean, std = (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)
+    layer = PictureInput(mean, std, augment="crop-flip").eval()
+    wanted = (x / 255 - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None]
+    torch.testing.assert_close(layer(x), wanted, rtol=1e-4, atol=1e-5)
+    torch.manual_seed(0)
+    changed = layer.train()(x)
+    assert changed.shape == wanted.shape
+    small = PictureInput(mean, std, shrink=2)(x)
+    torch.testing.assert_close(small[0, 0, 0, 0], wanted[0, 0, :2, :2].mean(), rtol=1e-4, atol=1e-5)
+    flipped = PictureInput(mean, std, augment="flip").train()(x)
+    for before, after in zip(wanted, flipped, strict=True):
+        assert any(torch.allclose(after, b, atol=1e-4) for b in (before, before.flip(-1)))
+    for before, after in zip(wanted, changed, strict=True):  # the middle is somewhere in the original
+        part = after[:, 8:24, 8:24]
+        places = [b.unfold(1, 16, 1).unfold(2, 16, 1) for b in (before, before.flip(-1))]
+        assert any(((p - part[:, None, None]).abs().amax(dim=(0, 3, 4)) < 1e-4).any() for p in places)
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ({"model": "vgg"}, "model"),
+        ({"shrink": 3}, "shrink=3 is not accepted"),
+        ({"norm": "batch"}, "norm='batch' is for the resnets"),
+        ({"std": (0.0, 0.1, 0.1)}, "std"),
+        ({"mean": (1.5, 0.1, 0.1)}, "mean"),
+        ({"train_samples": 0}, "train_samples=0 is not accepted"),
+        ({"hidden": (3,)}, "has no key 'hidden'"),
+    ],
+)
+def test_a_bad_task_of_pictures_is_refused(table, said):
+    with pytest.raises(InputError, match=said):
+        task_spec(data="cifar10", **table)
+
+
+# The commands
+
+
+def test_data_list_and_path(folders):
+    sets.har(folders)
+    shown = fadamgc("data", "list")
+    assert shown.exit_code == 0
+    for name in (*SOURCES, "digits"):
+        assert name in shown.output
+    assert fadamgc("data", "path").output.strip() == str(folders)
+    assert fadamgc("data", "path", "cifar10").output.strip() == str(folders / "cifar10")
+    assert fadamgc("data", "path", "cifar").exit_code == 2
+
+
+def test_data_check_counts_what_is_there(folders):
+    sets.cifar10(folders)
+    sets.har(folders)
+    sets.write_rows(folders / "glue" / "sst2" / "train-00000-of-00001.parquet", sentence=["a"], label=[1])
+    sets.write_rows(
+        folders / "glue" / "sst2" / "validation-00000-of-00001.parquet", sentence=["b", "c"], label=[0, 1]
+    )
+    shown = fadamgc("data", "check")
+    assert shown.exit_code == 0, shown.output
+    assert "cifar10 train: 60 rows (of 50,000), 10 of 10 classes, 6 to 6 a class, mean 0." in shown.output
+    assert "uci_har test: 90 rows" in shown.output
+    assert "glue/sst2 train: 1 rows (of 67,349), 1 of 2 classes" in shown.output
+    pixels = np.array(images.load("cifar10", "train").x) / 255
+    part = check(source("cifar10"))["train"]
+    np.testing.assert_allclose(part.mean, pixels.mean(axis=(0, 2, 3)))
+    np.testing.assert_allclose(part.std, pixels.std(axis=(0, 2, 3)))
+
+
+def test_data_check_names_everything_that_is_wrong(folders):
+    damaged(folders, labels=[0, 1, 2, 11])
+    sets.har(folders)
+    rows = {"sentence": pa.array(["a", None]), "label": [0, 1]}
+    sets.write_rows(folders / "glue" / "sst2" / "train-00000-of-00001.parquet", **rows)
+    shown = fadamgc("data", "check")
+    assert shown.exit_code == 2
+    assert "row 3 has label=11" in shown.output
+    assert "row 1 has sentence=None, which is no text" in shown.output
+    assert "uci_har train" in shown.output
+    shown = fadamgc("data", "check", "cifar100")
+    assert shown.exit_code == 2
+    assert "there is no train part" in shown.output.replace("\n", " ")
+    assert "no folder" in fadamgc("data", "check", "--data-root", folders / "nowhere").output
+
+
+# The hub
+
+
+def test_a_data_set_is_downloaded_into_the_layout_that_is_read(folders, tmp_path, monkeypatch):
+    pytest.importorskip("datasets", reason="the hub's client is not installed")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    here = sets.cifar10(tmp_path / "there")
+    known = source("cifar10")
+    local = type(known)(**{**vars(known), "hub": str(here / "cifar10")})
+    said = []
+    folder = get(local, said.append)
+    assert folder == folders / "cifar10"
+    assert len(said) == 2
+    ours = images.load("cifar10", "train")
+    theirs = images.load("cifar10", "train", root=here)
+    assert np.array_equal(ours.x, theirs.x)
+    assert np.array_equal(ours.y, theirs.y)
+
+
+def test_a_download_that_fails_says_what_to_do(folders, monkeypatch):
+    datasets = pytest.importorskip("datasets", reason="the hub's client is not installed")
+
+    def fails(*_, **__):
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(datasets, "load_dataset", fails)
+    with pytest.raises(InputError, match="cannot be downloaded: no network; .*there is no train part"):
+        get(source("cifar10"))
+    with pytest.raises(InputError, match="is not on the hub"):
+        get(source("uci_har"))
