@@ -199,6 +199,108 @@ def run(
     _experiment(chosen, folder, tune, workers, quiet, resume, overwrite)
 
 
+@app.command()
+def reproduce(
+    name: Annotated[str, typer.Argument(help="An experiment of the paper's; `list` shows them.")],
+    scale: Annotated[
+        str, typer.Option(help="laptop: minutes on two cores; paper: the paper's own setting, for a GPU.")
+    ] = "laptop",
+    tune: Annotated[
+        bool | None,
+        typer.Option(
+            "--tune/--no-tune",
+            help="Choose the step sizes from the grid first.",
+            show_default="where none are given",
+        ),
+    ] = None,
+    seeds: SeedCount = None,
+    rounds: Rounds = None,
+    methods: Methods = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", help="Folder to write to.", show_default="out/NAME-SCALE"),
+    ] = None,
+    workers: Workers = None,
+    quiet: Quiet = False,
+    resume: Resume = False,
+    overwrite: Overwrite = False,
+    data_root: DataRoot = None,
+) -> None:
+    """Run one of the paper's experiments, on real data.
+
+    Stop it with Ctrl-C whenever you like; the same command with --resume goes on where it was.
+
+    Examples:
+
+    - `fadamgc reproduce digits`
+    - `fadamgc reproduce main-cifar10 --data-root ~/data`
+    - `fadamgc reproduce heterogeneity --scale laptop --seeds 2 --resume`
+    """
+    from fadamgc.experiments.study import load_study
+    from fadamgc.experiments.summary import Entry, write_summary
+
+    _use_data(data_root)
+    study = load_study(name, scale)
+    folder = out or Path("out") / f"{name}-{scale}"
+    entries: dict[str, Entry] = {}
+    steps: dict[str, dict[str, Any]] = {}
+    for number, cell in enumerate(study.ordered(), start=1):
+        single = len(study.cells) == 1
+        if not single:
+            _say(f"{study.name}: {cell.name} ({number} of {len(study.cells)})")
+        spec = _adjusted(cell.spec, None, seeds, rounds, methods)
+        if steps:
+            chosen = tuple(m.with_(**steps[m.label]) if m.label in steps else m for m in spec.methods)
+            spec = spec.model_copy(update={"methods": chosen})
+        given = all("eta_l" in method.hyperparameters for method in spec.methods)
+        searching = (not given if tune is None else tune) and spec.tune is not None and not steps
+        at = folder if single else folder / cell.name
+        results = _experiment(spec, at, searching, workers, quiet, resume, overwrite)
+        entries[cell.name] = Entry(cell.name, results, cell.value)
+        if study.tune_on == cell.name:
+            keys = ("eta_l", "eta_g")
+            steps = {
+                m.label: {key: m.hyperparameters[key] for key in keys if key in m.hyperparameters}
+                for m in results.spec.methods
+            }
+    if len(study.cells) > 1:
+        every = [entries[cell.name] for cell in study.cells]
+        for path in write_summary(folder, every, study.title, study.axis):
+            _say(str(path))
+
+
+@app.command()
+def tune(
+    spec: Annotated[Path, typer.Argument(help="The experiment as a TOML file.", show_default=False)],
+    methods: Methods = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", help="Folder to write to.", show_default="out/ and the name of the spec"),
+    ] = None,
+    workers: Workers = None,
+    quiet: Quiet = False,
+    resume: Resume = False,
+    overwrite: Overwrite = False,
+    data_root: DataRoot = None,
+) -> None:
+    """Choose step sizes from the spec's grid, the same for every method, on held-out train data.
+
+    Writes `tuning.csv`, the whole grid with what came of it, and `tuned.toml`, the spec with the step
+    sizes that were chosen. The test data are never looked at.
+
+    Example: `fadamgc tune spec.toml --out out/tuning`
+    """
+    from fadamgc.experiments.reading import load_spec
+    from fadamgc.experiments.runner import only_one
+
+    _use_data(data_root)
+    chosen = _adjusted(load_spec(spec), None, None, None, methods)
+    folder = out or Path("out") / Path(chosen.name).name
+    with only_one(folder):
+        _tuned(chosen, folder, workers, quiet, resume, overwrite)
+    _console().print(f"{folder / 'tuned.toml'}, {folder / 'tuning.csv'}", highlight=False, soft_wrap=True)
+
+
 @app.command("list")
 def list_() -> None:
     """Show what there is: algorithms with their settings and traffic, presets, tasks, executors."""
@@ -207,6 +309,7 @@ def list_() -> None:
     from fadamgc.algorithms import algorithm_class, algorithms
     from fadamgc.experiments.reading import preset, presets
     from fadamgc.experiments.spec import TASKS, DigitsTask
+    from fadamgc.experiments.study import studies
     from fadamgc.sim.cost import traffic
     from fadamgc.sim.executors import EXECUTORS
 
@@ -229,6 +332,7 @@ def list_() -> None:
     for name in presets():
         console.print(f"\npreset [bold]{name}[/]: {preset(name).title}", highlight=False)
     for title, names in (
+        ("to reproduce", studies()),
         ("tasks", TASKS),
         ("partitions", DigitsTask.PARTITION),
         ("executors", ("auto", *EXECUTORS)),
@@ -482,7 +586,7 @@ def _adjusted(
 
 def _experiment(
     spec: Spec, out: Path, tune: bool, workers: int | None, quiet: bool, resume: bool, overwrite: bool
-) -> None:
+) -> Results:
     from fadamgc.experiments.report import write_report
     from fadamgc.experiments.runner import check, only_one, plan, run_spec
 
@@ -500,6 +604,7 @@ def _experiment(
             raise
     _show(results, out, time.perf_counter() - began)
     _refuse(failures)
+    return results
 
 
 def _tuned(spec: Spec, out: Path, workers: int | None, quiet: bool, resume: bool, overwrite: bool) -> Spec:

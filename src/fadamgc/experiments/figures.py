@@ -47,6 +47,16 @@ def png(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
+def svg(figure: Figure) -> bytes:
+    """A figure as the text of an SVG file; the same figure gives the same bytes."""
+    from matplotlib import rc_context
+
+    buffer = io.BytesIO()
+    with rc_context({"svg.hashsalt": "fadamgc"}):
+        figure.savefig(buffer, format="svg", metadata={"Date": None})
+    return buffer.getvalue()
+
+
 def _draw(panel: Axes, results: Results, lines: Mapping[str, pd.DataFrame], x: str) -> None:
     labels = list(results.runs)
     for number, label in enumerate(labels):

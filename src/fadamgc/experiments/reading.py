@@ -44,10 +44,15 @@ def parse_spec(text: str, source: str) -> Spec:
     except tomllib.TOMLDecodeError as error:
         raise InputError(f"{source}: not TOML: {error}") from None
     try:
-        return _spec(_frozen(tables))
+        return spec_of(tables)
     except InputError as error:
         lines = str(error).splitlines()
         raise InputError("\n".join(f"{source}: {line}" for line in lines)) from None
+
+
+def spec_of(tables: dict[str, Any]) -> Spec:
+    """A spec from the tables of a TOML file."""
+    return _spec(_frozen(tables))
 
 
 def task_spec(**table: Any) -> TaskSpec:

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fadamgc.errors import InputError
-from fadamgc.experiments.figures import curves_figure, png
+from fadamgc.experiments.figures import curves_figure, png, svg
 from fadamgc.experiments.page import page
 from fadamgc.experiments.results import (
     Results,
@@ -23,6 +23,7 @@ from fadamgc.experiments.results import (
     rows,
 )
 from fadamgc.experiments.runner import PARTITION
+from fadamgc.experiments.summary import Entry, latex
 from fadamgc.files import write_atomic
 from fadamgc.sim.cost import CostModel
 
@@ -37,13 +38,16 @@ def write_report(folder: str | Path, cost: CostModel | None = None) -> Results:
     try:
         write_atomic(folder / "results.csv", _summary(results).to_csv(index=False).encode())
         write_atomic(folder / "results.md", markdown(results).encode())
+        write_atomic(folder / "results.tex", latex([Entry(results.spec.name, results)]).encode())
         write_atomic(folder / "curves.csv", table.to_csv(index=False).encode())
         for name, axes in (
             ("rounds", ("round",)),
             ("minutes", ("minutes",)),
             ("curves", ("round", "minutes")),
         ):
-            write_atomic(folder / f"{name}.png", png(curves_figure(results, lines, axes)))
+            drawn = curves_figure(results, lines, axes)
+            write_atomic(folder / f"{name}.png", png(drawn))
+            write_atomic(folder / f"{name}.svg", svg(drawn))
         labels = picture.read_bytes() if picture.exists() else None
         write_atomic(folder / "report.html", page(results, lines, labels).encode())
     except OSError as error:

@@ -27,8 +27,9 @@ TUNING = "tuning"
 LOCK = ".lock"
 # What an experiment leaves in its folder; --overwrite removes these and nothing else.
 FILES = (
-    *(SPEC, PARTITION, "tuning.csv", "tuned.toml", "results.csv", "results.md", "curves.csv"),
-    *("rounds.png", "minutes.png", "curves.png", "report.html"),
+    *(SPEC, PARTITION, "tuning.csv", "tuned.toml", "results.csv", "results.md", "results.tex"),
+    *("curves.csv", "rounds.png", "minutes.png", "curves.png", "rounds.svg", "minutes.svg", "curves.svg"),
+    "report.html",
 )
 
 

@@ -91,6 +91,8 @@ class LabelledTask(Section):
 
     metric: ClassVar[str] = "accuracy"
 
+    data: str
+    model: str
     clients: Count = 50
     partition: Literal["dirichlet", "iid", "shards"] = "dirichlet"
     alpha: Positive | None = None  # of dirichlet
@@ -269,6 +271,7 @@ class TuneSpec(Section):
     seeds: Seeds = (100, 101)
     rounds: Count
     validation: Annotated[float, Field(ge=0.01, le=0.99)] = 0.25  # share of the TRAIN data
+    search: Literal["full", "halving"] = "full"  # all of the grid, or only what does well at first
 
 
 class MethodSpec(Section):

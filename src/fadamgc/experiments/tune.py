@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -30,12 +31,14 @@ class Point:
     final: float | None  # metric at the end, mean over the seeds that finished
     diverged: int  # seeds that did not finish
     goal: str  # whether a high metric is good, "max", or a low one, "min"
+    tried: int = 0  # for so many rounds
 
     def rank(self) -> tuple[float, ...]:
-        """Smaller is better: most seeds at the target, fewest rounds, fewest diverged, best end."""
+        """Smaller is better: tried longest, most seeds at the target, fewest rounds, fewest diverged, best
+        end."""
         final = math.inf if self.final is None else self.final * (-1 if self.goal == "max" else 1)
         rounds = math.inf if self.rounds is None else self.rounds
-        return (-self.reached, rounds, self.diverged, final, self.eta_l, self.eta_g)
+        return (-self.tried, -self.reached, rounds, self.diverged, final, self.eta_l, self.eta_g)
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,7 @@ class Tuned:
                 "method": p.label,
                 "eta_l": p.eta_l,
                 "eta_g": p.eta_g,
+                "rounds_tried": p.tried,
                 "seeds_reached": p.reached,
                 "rounds_to_target": p.rounds,
                 "final_metric": p.final,
@@ -70,25 +74,45 @@ class Tuned:
 def tune(
     spec: Spec, out: str | Path, workers: int | None = None, quiet: bool = False, resume: bool = False
 ) -> Tuned:
-    """Try the whole grid of [tune] for every method, and write tuning.csv and tuned.toml.
+    """Search the grid of [tune] for every method, and write tuning.csv and tuned.toml.
 
     A grid run is evaluated on held-out train data and ends at the target. A run whose updates were
     not finite counts as one that never reached it.
+
+    The search is "full", or "halving": all points for a ninth of the rounds, the best third of them for a
+    third of the rounds, and the best third of those for all. Each method has the same grid and the same
+    chances.
     """
     out = Path(out)
-    jobs = tune_jobs(spec, grid_of(spec), out)
-    check(jobs)
-    todo = [job for job in jobs if not (resume and job.saved())]
-    carry_out(todo, workers, quiet, done=len(jobs) - len(todo))
-
-    runs: dict[tuple[str, float, float], list[Run | None]] = {}
-    for job in jobs:
-        key = (job.method.label, job.method.hyperparameters["eta_l"], job.method.hyperparameters["eta_g"])
-        runs.setdefault(key, []).append(job.saved())
-    tuned = choose(spec, [_point(key, some, spec.run.target) for key, some in runs.items()])
+    grid = grid_of(spec)
+    check(tune_jobs(spec, grid, out))
+    every = list(product(grid.eta_l, grid.eta_g))
+    left = {method.label: every for method in spec.methods}
+    points: dict[tuple[str, float, float], Point] = {}
+    for rounds in rungs(grid):
+        jobs = tune_jobs(spec, grid, out, rounds, left)
+        todo = [job for job in jobs if not (resume and job.saved())]
+        carry_out(todo, workers, quiet, done=len(jobs) - len(todo))
+        runs: dict[tuple[str, float, float], list[Run | None]] = {}
+        for job in jobs:
+            key = (job.method.label, job.method.hyperparameters["eta_l"], job.method.hyperparameters["eta_g"])
+            runs.setdefault(key, []).append(job.saved())
+        now = {key: _point(key, some, spec.run.target, rounds) for key, some in runs.items()}
+        points |= now
+        for label in left:
+            own = sorted((p for p in now.values() if p.label == label), key=Point.rank)
+            left[label] = [(p.eta_l, p.eta_g) for p in own[: -(-len(own) // 3)]]
+    tuned = choose(spec, list(points.values()))
     write_atomic(out / "tuning.csv", tuned.to_pandas().to_csv(index=False).encode())
     write_atomic(out / "tuned.toml", tuned.spec.to_toml().encode())
     return tuned
+
+
+def rungs(grid: TuneSpec) -> list[int]:
+    """Rounds that a point is tried for, again and again as long as it does well."""
+    if grid.search == "full":
+        return [grid.rounds]
+    return sorted({-(-grid.rounds // 9), -(-grid.rounds // 3), grid.rounds})
 
 
 def grid_of(spec: Spec) -> TuneSpec:
@@ -98,16 +122,25 @@ def grid_of(spec: Spec) -> TuneSpec:
     return spec.tune
 
 
-def tune_jobs(spec: Spec, grid: TuneSpec, out: Path) -> list[Job]:
-    """The runs of the grid; all of them on held-out train data."""
-    run = {"rounds": grid.rounds, "stop_at_target": spec.run.target is not None, "on_nonfinite": "error"}
+def tune_jobs(
+    spec: Spec,
+    grid: TuneSpec,
+    out: Path,
+    rounds: int | None = None,
+    points: Mapping[str, Sequence[tuple[float, float]]] | None = None,
+) -> list[Job]:
+    """Runs of the grid, or of some of its points by method; all of them on held-out train data."""
+    rounds = rounds or grid.rounds
+    run = {"rounds": rounds, "stop_at_target": spec.run.target is not None, "on_nonfinite": "error"}
     short = spec.model_copy(update={"run": spec.run.model_copy(update=run)})
+    every = list(product(grid.eta_l, grid.eta_g))
+    below = TUNING if rounds == grid.rounds else f"{TUNING}/{rounds}-rounds"
     jobs = []
     for method in spec.methods:
-        for eta_l, eta_g in product(grid.eta_l, grid.eta_g):
+        for eta_l, eta_g in every if points is None else points[method.label]:
             tried = method.with_(eta_l=eta_l, eta_g=eta_g)
             for seed in grid.seeds:
-                folder = out / TUNING / method.slug / f"eta_l-{eta_l!r}-eta_g-{eta_g!r}-seed{seed}"
+                folder = out / below / method.slug / f"eta_l-{eta_l!r}-eta_g-{eta_g!r}-seed{seed}"
                 detail = f"eta_l={eta_l:g} eta_g={eta_g:g}"
                 jobs.append(Job.of(short, tried, seed, folder, grid.validation, detail))
     return jobs
@@ -141,7 +174,7 @@ def choose(spec: Spec, points: list[Point]) -> Tuned:
     return Tuned(tuned, tuple(points), tuple(notes))
 
 
-def _point(key: tuple[str, float, float], runs: list[Run | None], target: float | None) -> Point:
+def _point(key: tuple[str, float, float], runs: list[Run | None], target: float | None, tried: int) -> Point:
     finished = [run for run in runs if run is not None]
     rounds = [run.rounds_to(target) for run in finished] if target is not None else []
     at_target = [r for r in rounds if r is not None]
@@ -154,4 +187,5 @@ def _point(key: tuple[str, float, float], runs: list[Run | None], target: float 
         final=fmean(numbers) if numbers else None,
         diverged=len(runs) - len(finished),
         goal=finished[0].goal if finished else "max",
+        tried=tried,
     )

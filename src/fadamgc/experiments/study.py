@@ -1,0 +1,141 @@
+"""The paper's experiments: one or several specs under a name, at two scales.
+
+A study is a TOML file with the sections of a spec and, beside them,
+
+- ``[laptop.*]`` and ``[paper.*]``: what differs between the scales; ``[paper.eta_l]`` and ``[paper.eta_g]``
+  have a step size for each algorithm,
+- ``[[cell]]``: one spec each, with what differs from the others; ``value`` is where it stands on the axis
+  of a figure. Without cells the study is a single spec.
+- ``[study]``: ``axis``, the name of that axis, and ``tune_on``, the cell whose step sizes all cells use.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any, Literal, TypeAlias
+
+from fadamgc.errors import InputError, nearest
+from fadamgc.experiments.reading import preset, presets, spec_of
+from fadamgc.experiments.spec import Spec
+
+Scale: TypeAlias = Literal["laptop", "paper"]
+SCALES: tuple[Scale, ...] = ("laptop", "paper")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One spec of a study."""
+
+    name: str
+    spec: Spec
+    value: float | None = None  # on the axis of a figure
+
+
+@dataclass(frozen=True)
+class Study:
+    """Specs that belong together."""
+
+    name: str
+    title: str
+    scale: Scale
+    cells: tuple[Cell, ...]
+    axis: str | None = None
+    tune_on: str | None = None
+
+    def ordered(self) -> tuple[Cell, ...]:
+        """The cells, the one whose step sizes the others use first."""
+        return tuple(sorted(self.cells, key=lambda cell: cell.name != self.tune_on))
+
+
+def studies() -> tuple[str, ...]:
+    """Names of the studies that come with the package; every preset is one, too."""
+    return tuple(sorted({*_files(), *presets()}))
+
+
+def load_study(name: str, scale: str = "laptop") -> Study:
+    """A study that comes with the package."""
+    if name not in studies():
+        known = studies()
+        raise InputError(f"study {name!r} is not known{nearest(name, known)}; known are {', '.join(known)}")
+    if scale not in SCALES:
+        raise InputError(f"scale={scale!r} is not accepted; it must be 'laptop' or 'paper'")
+    if name in presets():  # small enough for every scale
+        spec = preset(name)
+        return Study(
+            name, spec.title or name, "laptop" if scale == "laptop" else "paper", (Cell(name, spec),)
+        )
+    text = _files()[name].read_text(encoding="utf-8")
+    return parse_study(text, f"study {name}", "laptop" if scale == "laptop" else "paper")
+
+
+def parse_study(text: str, source: str, scale: Scale) -> Study:
+    """A study from the text of its file; messages name the source."""
+    try:
+        tables = tomllib.loads(text)
+        return _study(tables, scale)
+    except tomllib.TOMLDecodeError as error:
+        raise InputError(f"{source}: not TOML: {error}") from None
+    except InputError as error:
+        lines = str(error).splitlines()
+        raise InputError("\n".join(f"{source}: {line}" for line in lines)) from None
+
+
+def _files() -> dict[str, Any]:
+    folder = resources.files("fadamgc.experiments") / "studies"
+    return {f.name.removesuffix(".toml"): f for f in folder.iterdir() if f.name.endswith(".toml")}
+
+
+def _study(tables: dict[str, Any], scale: Scale) -> Study:
+    facts = tables.pop("study", {})
+    cells = tables.pop("cell", [{}])
+    at = {name: tables.pop(name, {}) for name in SCALES}
+    made = []
+    for cell in cells:
+        own = {name: cell.pop(name, {}) for name in SCALES}
+        name, value = cell.pop("name", tables["name"]), cell.pop("value", None)
+        merged = tables
+        for more in (at[scale], cell, own[scale]):
+            merged = _merged(merged, more)
+        merged = merged | ({} if len(cells) == 1 else {"name": name})
+        made.append(Cell(name, spec_of(_with_steps(merged)), value))
+    names = [cell.name for cell in made]
+    tune_on = facts.get("tune_on")
+    if len(set(names)) != len(names):
+        raise InputError(f"two cells have the same name: {', '.join(names)}")
+    if tune_on is not None and tune_on not in names:
+        raise InputError(f"[study] tune_on={tune_on!r} is no cell; it has {', '.join(names)}")
+    return Study(
+        tables["name"], tables.get("title", tables["name"]), scale, tuple(made), facts.get("axis"), tune_on
+    )
+
+
+def _merged(base: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """Tables over tables; ``every_method`` holds keys for all methods; lists are replaced."""
+    result = dict(base)
+    for key, value in more.items():
+        if key == "every_method":
+            result["method"] = [method | value for method in result.get("method", [])]
+        elif isinstance(value, dict) and isinstance(result.get(key), dict):
+            result[key] = _merged(result[key], value)
+        else:
+            result[key] = value
+    return result
+
+
+def _with_steps(tables: dict[str, Any]) -> dict[str, Any]:
+    """The step sizes given by algorithm, as keys of the methods."""
+    steps = {key: tables.get(key, {}) for key in ("eta_l", "eta_g")}
+    rest = {key: value for key, value in tables.items() if key not in steps}
+    for key, values in steps.items():
+        known = {method.get("algorithm") for method in rest.get("method", [])}
+        for algorithm in values:
+            if algorithm not in known:
+                raise InputError(f"[{key}] {algorithm} is no method of the study")
+        rest["method"] = [
+            method | ({key: values[method["algorithm"]]} if method.get("algorithm") in values else {})
+            for method in rest.get("method", [])
+        ]
+    return rest
