@@ -254,9 +254,9 @@ def reproduce(
             spec = spec.model_copy(update={"methods": chosen})
         given = all("eta_l" in method.hyperparameters for method in spec.methods)
         searching = (not given if tune is None else tune) and spec.tune is not None and not steps
-        at = folder if single else folder / cell.name
+        at = folder if single else folder / spec.name
         results = _experiment(spec, at, searching, workers, quiet, resume, overwrite)
-        entries[cell.name] = Entry(cell.name, results, cell.value)
+        entries[cell.name] = Entry(cell.name, results, cell.value, cell.group)
         if study.tune_on == cell.name:
             keys = ("eta_l", "eta_g")
             steps = {

@@ -11,6 +11,7 @@ A study is a TOML file with the sections of a spec and, beside them,
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ class Cell:
     name: str
     spec: Spec
     value: float | None = None  # on the axis of a figure
+    group: str | None = None  # cells that are drawn together
 
 
 @dataclass(frozen=True)
@@ -95,12 +97,14 @@ def _study(tables: dict[str, Any], scale: Scale) -> Study:
     made = []
     for cell in cells:
         own = {name: cell.pop(name, {}) for name in SCALES}
-        name, value = cell.pop("name", tables["name"]), cell.pop("value", None)
+        name = cell.pop("name", tables["name"])
+        value, group = cell.pop("value", None), cell.pop("group", None)
         merged = tables
         for more in (at[scale], cell, own[scale]):
             merged = _merged(merged, more)
-        merged = merged | ({} if len(cells) == 1 else {"name": name})
-        made.append(Cell(name, spec_of(_with_steps(merged)), value))
+        if len(cells) > 1:
+            merged |= {"name": re.sub(r"[^\w.-]+", "-", name).strip("-"), "title": name}
+        made.append(Cell(name, spec_of(_with_steps(merged)), value, group))
     names = [cell.name for cell in made]
     tune_on = facts.get("tune_on")
     if len(set(names)) != len(names):

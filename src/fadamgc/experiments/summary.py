@@ -1,4 +1,4 @@
-"""Several experiments in one table of the paper's shape, a row each and a column a method, and in a figure."""
+"""Several experiments in one table of the paper's shape, a row each, a column a method, and in a figure."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from fadamgc.files import write_atomic
 
 if TYPE_CHECKING:
     import pandas as pd
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 MEASURES = ("rounds", "minutes")
@@ -26,6 +27,7 @@ class Entry(NamedTuple):
     name: str
     results: Results
     value: float | None = None  # on the axis of a figure
+    group: str | None = None  # drawn together
 
 
 def methods_of(entries: Sequence[Entry]) -> list[str]:
@@ -156,35 +158,45 @@ def figure(entries: Sequence[Entry], axis: str, title: str) -> Figure:
     """Rounds and minutes to the target over what the experiments vary."""
     from matplotlib.figure import Figure
 
-    made = Figure(figsize=(11, 4.2), layout="constrained")
+    groups = list(dict.fromkeys(entry.group for entry in entries))
+    made = Figure(figsize=(11, 0.6 + 3.6 * len(groups)), layout="constrained")
     labels = methods_of(entries)
-    values = [entry.value for entry in entries if entry.value is not None]
-    for panel, measure in zip(made.subplots(1, 2), MEASURES, strict=True):
-        for number, label in enumerate(labels):
-            points = []
-            for entry, (_, numbers) in zip(entries, grid(entries, measure), strict=True):
-                cell = numbers[number]
-                if entry.value is not None and cell is not None and not math.isnan(cell.spread.mean):
-                    bar = 0.0 if math.isnan(cell.spread.std) else cell.spread.std
-                    points.append((entry.value, cell.spread.mean, bar))
-            if points:
-                x, mean, bars = zip(*sorted(points), strict=True)
-                shade = colour(number, len(labels))
-                panel.errorbar(x, mean, yerr=bars, label=label, color=shade, marker="o", capsize=3)
-        panel.set_xlabel(axis)
-        panel.set_ylabel(TITLES[measure].lower())
-        panel.set_ylim(bottom=0)
-        if values and min(values) > 0 and max(values) >= 8 * min(values):
-            panel.set_xscale("log")
-            panel.set_xticks(sorted(set(values)), [f"{v:g}" for v in sorted(set(values))])
-            panel.minorticks_off()
-        panel.grid(color="0.92")
-        panel.set_axisbelow(True)
-        panel.spines[["top", "right"]].set_visible(False)
+    for group, panels in zip(groups, made.subplots(len(groups), 2, squeeze=False), strict=True):
+        own = [entry for entry in entries if entry.group == group]
+        for panel, measure in zip(panels, MEASURES, strict=True):
+            _draw(panel, own, labels, measure)
+            panel.set_xlabel(axis)
+            if group is not None:
+                panel.set_title(group, fontsize=10, parse_math=False)
     handles = made.axes[0].get_legend_handles_labels()
     made.legend(*handles, loc="outside right center", frameon=False)
     made.suptitle(title, fontsize=12, parse_math=False)
     return made
+
+
+def _draw(panel: Axes, entries: Sequence[Entry], labels: Sequence[str], measure: str) -> None:
+    values = sorted({entry.value for entry in entries if entry.value is not None})
+    lines = grid(entries, measure)
+    for number, label in enumerate(labels):
+        points = []
+        for entry, (_, numbers) in zip(entries, lines, strict=True):
+            cell = dict(zip(methods_of(entries), numbers, strict=True)).get(label)
+            if entry.value is not None and cell is not None and not math.isnan(cell.spread.mean):
+                bar = 0.0 if math.isnan(cell.spread.std) else cell.spread.std
+                points.append((entry.value, cell.spread.mean, bar))
+        if points:
+            x, mean, bars = zip(*sorted(points), strict=True)
+            shade = colour(number, len(labels))
+            panel.errorbar(x, mean, yerr=bars, label=label, color=shade, marker="o", capsize=3)
+    panel.set_ylabel(TITLES[measure].lower())
+    panel.set_ylim(bottom=0)
+    if values and values[0] > 0 and values[-1] >= 8 * values[0]:
+        panel.set_xscale("log")
+        panel.set_xticks(values, [f"{v:g}" for v in values])
+        panel.minorticks_off()
+    panel.grid(color="0.92")
+    panel.set_axisbelow(True)
+    panel.spines[["top", "right"]].set_visible(False)
 
 
 def write_summary(folder: Path, entries: Sequence[Entry], title: str, axis: str | None = None) -> list[Path]:
