@@ -1,0 +1,324 @@
+"""The paper's experiments as studies: what they are at both scales, and that they run, stop and go on."""
+
+from __future__ import annotations
+
+import csv
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import sets
+from fadamgc.cli import app
+from fadamgc.errors import InputError
+from fadamgc.experiments.pool import Job
+from fadamgc.experiments.results import read_results
+from fadamgc.experiments.runner import plan, run_spec
+from fadamgc.experiments.study import SCALES, load_study, parse_study, studies
+from fadamgc.experiments.summary import Entry, figure, latex, markdown, table
+from fadamgc.experiments.tune import rungs, tune
+
+SEVEN = ["FedAvg-M", "SCAFFOLD-M", "FedAdam", "FedAMS", "LocalAdam", "FA-NT", "FAdamGC"]
+SMALL = """
+name = "small"
+title = "A small study"
+[study]
+axis = "clients"
+tune_on = "two"
+[task]
+data = "quadratics"
+[run]
+seeds = [0, 1]
+local_steps = 2
+[[method]]
+algorithm = "local_adam"
+[[method]]
+algorithm = "fadamgc"
+[[cell]]
+name = "four"
+value = 4
+task = { clients = 4 }
+[[cell]]
+name = "two"
+value = 2
+task = { clients = 2 }
+laptop.run = { target = 0.5 }
+[laptop.run]
+rounds = 3
+target = 0.4
+[laptop.tune]
+eta_l = [1e-9, 0.01]
+eta_g = [1.0]
+seeds = [7]
+rounds = 3
+[paper.run]
+rounds = 9
+[paper.eta_l]
+fadamgc = 0.5
+[paper.every_method]
+tracked = 1
+"""
+
+
+@pytest.fixture
+def data(tmp_path, monkeypatch):
+    monkeypatch.setenv("FADAMGC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("FADAMGC_DATA", str(tmp_path / "data"))
+    return tmp_path / "data"
+
+
+def fadamgc(*words):
+    result = CliRunner().invoke(app, list(map(str, words)))
+    assert "Traceback" not in result.output
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result
+
+
+# What they are
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("name", studies())
+def test_every_study_is_complete_at_both_scales(name, scale):
+    study = load_study(name, scale)
+    for cell in study.cells:
+        spec = cell.spec
+        assert spec.run.target is not None
+        assert len(spec.run.seeds) == 4
+        for method in spec.methods:
+            given = method.hyperparameters
+            assert ("eta_l" in given and "eta_g" in given) or spec.tune is not None
+            algorithm = method.make()
+            if hasattr(algorithm, "beta2") and name != "beta2":
+                assert (algorithm.beta1, algorithm.beta2) == (0.9, 0.99)
+
+
+@pytest.mark.parametrize("name", ["main-cifar10", "main-cifar100", "main-tinyimagenet"])
+def test_the_main_studies_are_those_of_the_paper(name):
+    (paper,) = load_study(name, "paper").cells
+    task, run = paper.spec.task, paper.spec.run
+    assert [m.label for m in paper.spec.methods] == SEVEN
+    assert (task.clients, task.alpha, task.model, run.sampled, run.local_steps) == (
+        100,
+        0.1,
+        "resnet18",
+        10,
+        60,
+    )
+    assert {m.label: paper.spec.tracked(m) for m in paper.spec.methods if m.tracked} == {
+        "FA-NT": 5,
+        "FAdamGC": 5,
+    }
+    assert run.target == {"main-cifar10": 0.75, "main-cifar100": 0.5, "main-tinyimagenet": 0.3}[name]
+    steps = {m.label: (m.hyperparameters["eta_l"], m.hyperparameters["eta_g"]) for m in paper.spec.methods}
+    tiny = name == "main-tinyimagenet"
+    assert steps["FAdamGC"] == (1e-3, 0.3 if tiny else 1.0)
+    assert steps["FedAdam"] == (1e-2 if tiny else 3e-2, 1e-3)
+    assert steps["SCAFFOLD-M"] == (1e-2, 0.3 if tiny else 1.0)
+    (laptop,) = load_study(name, "laptop").cells
+    for key in ("data", "clients", "partition", "alpha"):
+        assert getattr(laptop.spec.task, key) == getattr(task, key)
+    assert laptop.spec.run.sampled == run.sampled
+    assert [m.label for m in laptop.spec.methods] == SEVEN
+
+
+def test_half_of_the_sampled_clients_are_tracked_however_many_there_are():
+    for cell in load_study("participation").cells:
+        run = cell.spec.run
+        assert run.sampled == cell.value
+        assert {cell.spec.tracked(m) for m in cell.spec.methods} == {run.sampled // 2}
+
+
+def test_tables_lie_over_tables():
+    laptop, paper = (parse_study(SMALL, "here", scale) for scale in SCALES)
+    assert [(c.name, c.value, c.spec.task.clients) for c in laptop.cells] == [("four", 4, 4), ("two", 2, 2)]
+    assert [c.spec.run.target for c in laptop.cells] == [0.4, 0.5]
+    assert [c.spec.run.rounds for c in paper.cells] == [9, 9]
+    assert [m.hyperparameters for m in paper.cells[0].spec.methods] == [{}, {"eta_l": 0.5}]
+    assert {paper.cells[0].spec.tracked(m) for m in paper.cells[0].spec.methods} == {1}
+    assert laptop.cells[0].spec.tracked(laptop.cells[0].spec.methods[0]) is None
+    assert [cell.name for cell in laptop.ordered()] == ["two", "four"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (("fadamgc = 0.5", "fadamg = 0.5"), r"here: \[eta_l\] fadamg is no method"),
+        (('tune_on = "two"', 'tune_on = "three"'), "tune_on='three' is no cell; it has four, two"),
+        (('name = "four"', 'name = "two"'), "two cells have the same name"),
+        (("rounds = 9", "runds = 9"), r"\[run\] has no key 'runds'"),
+        (("[study]", "[study"), "here: not TOML"),
+    ],
+)
+def test_a_mistake_in_a_study_is_named(change, said):
+    with pytest.raises(InputError, match=said):
+        parse_study(SMALL.replace(*change), "here", "paper")
+
+
+def test_unknown_studies_and_scales_are_refused():
+    with pytest.raises(InputError, match="study 'main-cifar' is not known.*main-cifar10"):
+        load_study("main-cifar")
+    with pytest.raises(InputError, match="scale='desktop' is not accepted"):
+        load_study("digits", "desktop")
+
+
+# That they run
+
+
+def test_a_study_tunes_on_one_cell_and_sums_up_all(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "fadamgc.experiments.study.load_study", lambda *_: parse_study(SMALL, "here", "laptop")
+    )
+    shown = fadamgc("reproduce", "small", "--out", tmp_path / "out", "--workers", 1, "--quiet")
+    assert shown.exit_code == 0, shown.output
+    assert (tmp_path / "out" / "two" / "tuning.csv").exists()
+    assert not (tmp_path / "out" / "four" / "tuning.csv").exists()
+    both = [read_results(tmp_path / "out" / cell).spec for cell in ("two", "four")]
+    steps = [[m.hyperparameters["eta_l"] for m in spec.methods] for spec in both]
+    assert steps[0] == steps[1] == [0.01, 0.01]
+    with open(tmp_path / "out" / "summary.csv") as file:
+        lines = list(csv.DictReader(file))
+    assert [(line["experiment"], line["method"]) for line in lines] == [
+        ("four", "LocalAdam"),
+        ("four", "FAdamGC"),
+        ("two", "LocalAdam"),
+        ("two", "FAdamGC"),
+    ]
+    for name in ("summary.md", "summary.tex", "summary.png", "summary.svg"):
+        assert (tmp_path / "out" / name).stat().st_size > 100
+    again = fadamgc("reproduce", "small", "--out", tmp_path / "out", "--workers", 1, "--quiet", "--resume")
+    assert again.exit_code == 0, again.output
+    refused = fadamgc("reproduce", "small", "--out", tmp_path / "out", "--workers", 1, "--quiet")
+    assert refused.exit_code == 2
+    assert "--resume goes on with it" in refused.output.replace("\n", " ")
+
+
+def test_a_study_without_its_data_says_what_to_do(data, tmp_path):
+    data.mkdir()
+    shown = fadamgc("reproduce", "main-cifar10", "--out", tmp_path / "out")
+    assert shown.exit_code == 2
+    assert "huggingface.co/datasets/uoft-cs/cifar10" in shown.output.replace("\n", "")
+    assert not (tmp_path / "out" / "runs").exists()
+
+
+@pytest.mark.parametrize("name", ["main-cifar10", "har"])
+def test_the_laptop_scale_runs_from_end_to_end(data, tmp_path, name):
+    (sets.cifar10(data, train=300) if name != "har" else sets.har(data))
+    words = (
+        "--no-tune",
+        "--rounds",
+        1,
+        "--seeds",
+        1,
+        "--methods",
+        "fadamgc,fedadam",
+        "--workers",
+        1,
+        "--quiet",
+    )
+    shown = fadamgc("reproduce", name, "--out", tmp_path / "out", *words)
+    assert shown.exit_code == 0, shown.output
+    assert "FAdamGC" in shown.output
+    for file in ("report.html", "results.csv", "results.tex", "curves.png", "curves.svg", "partition.png"):
+        assert (tmp_path / "out" / file).stat().st_size > 100
+
+
+def test_the_paper_scale_starts_stops_and_goes_on(data, tmp_path):
+    """ResNet-18 with a hundred clients, on a cut-down data set and with fewer local steps."""
+    sets.cifar10(data, train=250, test=10)
+    (cell,) = load_study("main-cifar10", "paper").cells
+    spec = cell.spec.only(["fadamgc"]).replace(
+        "run", rounds=2, local_steps=1, sampled=2, seeds=(0,), tracked=1
+    )
+    spec = spec.model_copy(
+        update={"methods": tuple(m.model_copy(update={"tracked": 1}) for m in spec.methods)}
+    )
+    (job,) = plan(spec, tmp_path / "out")
+    assert sum(p.numel() for p in job.arguments()["task"].model.parameters()) == 11_173_962
+    whole = job.simulate()
+    stop_after(job, rounds=1)
+    assert (job.folder / "checkpoint").exists()
+    assert job.saved() is None
+    assert run_spec(spec, tmp_path / "out", workers=1, quiet=True) == ()
+    assert torch.equal(job.saved().x, whole.x)
+    assert [r.test_accuracy for r in job.saved().history] == [r.test_accuracy for r in whole.history]
+
+
+def stop_after(job: Job, rounds: int):
+    from fadamgc.experiments import pool
+
+    done = 0
+
+    def on_round(_: int) -> bool:
+        nonlocal done
+        done += 1
+        return done == rounds
+
+    every, pool.CHECKPOINT_EVERY = pool.CHECKPOINT_EVERY, 1
+    try:
+        with pytest.raises(pool.Stopped):
+            pool.execute([job], on_round)
+    finally:
+        pool.CHECKPOINT_EVERY = every
+
+
+# Halving
+
+
+def test_halving_tries_a_few_points_for_long_and_many_for_a_short_time(tmp_path):
+    spec = parse_study(SMALL, "here", "laptop").cells[1].spec
+    grid = {
+        "eta_l": (1e-9, 1e-4, 1e-3, 1e-2, 0.1, 0.3),
+        "eta_g": (0.5, 1.0),
+        "rounds": 18,
+        "search": "halving",
+    }
+    spec = spec.replace("tune", **grid)
+    assert rungs(spec.tune) == [2, 6, 18]
+    found = tune(spec, tmp_path, workers=1, quiet=True)
+    frame = found.to_pandas()
+    for label in ("LocalAdam", "FAdamGC"):
+        own = frame[frame["method"] == label]
+        assert len(own) == 12
+        assert sorted(own["rounds_tried"]) == [2] * 8 + [6] * 2 + [18] * 2
+        assert own[own["chosen"]]["rounds_tried"].tolist() == [18]
+    again = tune(spec, tmp_path, workers=1, quiet=True, resume=True)
+    assert again.spec == found.spec
+
+
+def test_the_tune_command_writes_the_grid_and_the_tuned_spec(tmp_path):
+    spec = parse_study(SMALL, "here", "laptop").cells[1].spec
+    (tmp_path / "spec.toml").write_text(spec.to_toml())
+    words = ("--out", tmp_path / "out", "--workers", 1, "--quiet")
+    shown = fadamgc("tune", tmp_path / "spec.toml", *words)
+    assert shown.exit_code == 0, shown.output
+    assert "eta_l = 0.01" in (tmp_path / "out" / "tuned.toml").read_text()
+    assert not (tmp_path / "out" / "runs").exists()
+
+
+# Tables
+
+
+@pytest.fixture
+def entries(tmp_path):
+    found = []
+    for cell in parse_study(SMALL, "here", "laptop").cells:
+        spec = cell.spec.replace("run", target=1e9 if cell.name == "two" else 1e-30)
+        methods = tuple(m.with_(eta_l=0.01) for m in spec.methods)
+        run_spec(spec.model_copy(update={"methods": methods}), tmp_path / cell.name, workers=1, quiet=True)
+        found.append(Entry(cell.name, read_results(tmp_path / cell.name), cell.value))
+    return found
+
+
+def test_summaries_show_what_was_reached_and_what_was_not(entries):
+    frame = table(entries)
+    assert frame["runs_reached"].tolist() == [0, 0, 2, 2]
+    text = markdown(entries)
+    assert "| four | never (0/2) | never (0/2) |" in text
+    assert "| two | **1.0 ± 0.0** | **1.0 ± 0.0** |" in text
+    tex = latex(entries)
+    assert r"\mathbf{1.0} \pm 0.0" in tex
+    assert "never (0/2)" in tex
+    assert tex.count(r"\\") == 1 + 2 * len(entries)
+    drawn = figure(entries, "clients", "title")
+    assert len(drawn.axes) == 2
