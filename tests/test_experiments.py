@@ -513,7 +513,7 @@ def test_the_page_loads_nothing_from_outside(done):
     ours = html[: html.index("<script>")] + html[html.index("</script>") :]  # without plotly's own code
     assert not re.search(r"<script[^>]*\ssrc\s*=|<link\b|<iframe\b|@import|url\(", ours)
     assert not re.search(r"""(src|href)\s*=\s*["']?(https?:)?//""", ours)
-    assert "Plotly.newPlot" in ours
+    assert "Plotly.react" in ours
     assert ours.count("data:image/png;base64,") == 1
     assert "FAdamGC (all tracked)" in ours
     assert "eta_l = 0.02" in ours

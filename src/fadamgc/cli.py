@@ -342,9 +342,18 @@ def list_() -> None:
 
 @app.command()
 def report(
-    folder: Annotated[
-        Path, typer.Argument(help="A folder that `compare` or `run` has written.", show_default=False)
+    folders: Annotated[
+        list[Path],
+        typer.Argument(
+            help="Folders that `compare`, `run` or `reproduce` has written.",
+            metavar="FOLDER...",
+            show_default=False,
+        ),
     ],
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", help="Folder for the common page of several.", show_default="out/report"),
+    ] = None,
     down_mbps: Annotated[
         float | None, typer.Option(help="Link speed to the clients, in Mbps.", show_default="the spec's")
     ] = None,
@@ -364,25 +373,39 @@ def report(
 ) -> None:
     """Make all tables, figures and the page again from saved runs, without running anything.
 
-    With options, the same runs are priced for other links and devices.
+    With options, the same runs are priced for other links and devices. Several folders also get one page
+    and one table together. A folder of a study stands for the experiments in it.
 
     Examples:
 
     - `fadamgc report out/compare`
     - `fadamgc report out/compare --down-mbps 10 --up-mbps 1 --per-round slowest`
+    - `fadamgc report out/main-cifar10-laptop out/main-cifar100-laptop --out out/both`
     """
-    from fadamgc.experiments.report import write_report
-    from fadamgc.experiments.runner import read_spec
+    from fadamgc.experiments.report import write_report, write_reports
+    from fadamgc.experiments.runner import SPEC, read_spec
 
-    spec = read_spec(folder).replace(
-        "cost",
-        down_mbps=down_mbps,
-        up_mbps=up_mbps,
-        seconds_per_step=seconds_per_step,
-        latency=latency,
-        per_round=per_round,
-    )
-    _show(write_report(folder, spec.cost.model()), folder)
+    every: list[Path] = []
+    for folder in folders:
+        inside = sorted(path.parent for path in folder.glob(f"*/{SPEC}"))
+        every += [folder] if (folder / SPEC).is_file() or not inside else inside
+    cost = None
+    for folder in every:
+        spec = read_spec(folder).replace(
+            "cost",
+            down_mbps=down_mbps,
+            up_mbps=up_mbps,
+            seconds_per_step=seconds_per_step,
+            latency=latency,
+            per_round=per_round,
+        )
+        cost = spec.cost.model()
+        _show(write_report(folder, cost), folder)
+    if len(every) > 1:
+        priced = any(v is not None for v in (down_mbps, up_mbps, seconds_per_step, latency, per_round))
+        common = out or Path("out/report")
+        write_reports(every, common, cost if priced else None)
+        _console().print(f"{common / 'report.html'}", highlight=False, soft_wrap=True)
 
 
 @app.command()

@@ -1,84 +1,209 @@
-"""The report page: one HTML file that needs no network."""
+"""The report page: one HTML file that needs no network.
+
+Python writes the tables and the data; ``web/page.js`` draws the curves, and prices the rounds again when a
+slider is moved.
+"""
 
 from __future__ import annotations
 
 import base64
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Sequence
 from html import escape
-from typing import TYPE_CHECKING, Any
+from importlib import resources
+from statistics import median
+from typing import Any, NamedTuple
 
-import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
-from fadamgc.experiments.figures import X_TITLE, colour
-from fadamgc.experiments.results import Results, cells, extent, header, legend
+from fadamgc.experiments.figures import colour
+from fadamgc.experiments.results import Results, cells, extent, header, legend, pricing
+from fadamgc.sim.cost import PerClient
+from fadamgc.sim.run import Run
 
-if TYPE_CHECKING:
-    import pandas as pd
-
-STYLE = """
-:root { color-scheme: light; --ink: #1c2430; --soft: #5b6675; --line: #e3e7ec; --card: #ffffff; }
-* { box-sizing: border-box; }
-body { margin: 0; background: #f6f7f9; color: var(--ink);
-       font: 16px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
-main { max-width: 1080px; margin: 0 auto; padding: 2.2rem 1.2rem 4rem; }
-h1 { font-size: 1.7rem; line-height: 1.25; margin: 0 0 .3rem; }
-h2 { font-size: 1.1rem; margin: 0 0 .8rem; }
-p { margin: 0; color: var(--soft); }
-section { background: var(--card); border: 1px solid var(--line); border-radius: 10px;
-          padding: 1.2rem 1.4rem; margin-top: 1.2rem; }
-section > p { font-size: .88rem; margin-top: .8rem; }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
-th, td { text-align: right; padding: .5rem .7rem; border-bottom: 1px solid var(--line); white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; }
-thead th { font-size: .85rem; color: var(--soft); font-weight: 600; border-bottom: 2px solid var(--line); }
-tbody tr:last-child td { border-bottom: 0; }
-td b { color: #0b6b3a; }
-.swatch { display: inline-block; width: .8em; height: .8em; border-radius: 2px; margin-right: .55em; }
-.plot { height: 460px; }
-img { max-width: 100%; height: auto; display: block; margin: 0 auto; }
-pre { margin: 0; overflow-x: auto; font: .82rem/1.5 ui-monospace, Menlo, Consolas, monospace; }
-summary { cursor: pointer; font-weight: 600; font-size: 1.1rem; }
-details pre { margin-top: .8rem; }
-"""
+AXES = {
+    "round": "Over rounds",
+    "bytes": "Over bytes",
+    "minutes": "Over simulated time",
+}
+SLIDERS = (  # name, what it says, unit, powers of ten from, to
+    ("down_mbps", "Link to the clients", "Mbps", -3, 4),
+    ("up_mbps", "Link to the server", "Mbps", -3, 4),
+    ("seconds_per_step", "A local step", "s", -5, 2),
+    ("latency", "Latency of a round", "s", -3, 2),
+)
+MINUTES = 2  # the table's column that the sliders change
 
 
-def page(results: Results, lines: Mapping[str, pd.DataFrame], labels: bytes | None) -> str:
-    """The page; ``labels`` is the picture of the label distribution as PNG, if there is one."""
-    spec = results.spec
-    title = escape(spec.title or spec.name)
-    parts = [
-        _section("Results", _table(results), legend(results)),
-        _section(
-            "Over rounds",
-            _plot(results, lines, "round"),
-            f"Lines are {'' if results.accuracy else 'geometric '}means over seeds, "
-            f"bands one standard deviation{'' if results.accuracy else ' of the logarithm'}. "
-            "Click a name in the legend to hide a method, double-click it to see it alone; "
-            "drag over the plot to zoom, double-click to zoom out.",
-        ),
-        _section("Over simulated time", _plot(results, lines, "minutes")),
-    ]
-    if labels is not None:
-        data = base64.b64encode(labels).decode()
-        image = f'<img alt="Label distribution of every client" src="data:image/png;base64,{data}">'
-        parts.append(_section("Who holds which labels", image, f"Partition of seed {spec.run.seeds[0]}."))
-    parts.append(
-        "<section><details><summary>The spec that made this</summary>"
-        f"<pre>{escape(spec.to_toml())}</pre></details>"
-        "<p>Save it as spec.toml; <code>fadamgc run spec.toml</code> makes the same runs again.</p></section>"
-    )
-    parts.append(_section("Made with", _environments(results)))
+class Shown(NamedTuple):
+    """An experiment on the page, with the picture of its label distribution as PNG, if there is one."""
+
+    name: str
+    results: Results
+    labels: bytes | None = None
+
+
+def page(title: str, experiments: Sequence[Shown]) -> str:
+    """The page of one or several experiments."""
+    labels: dict[str, str] = {}
+    for shown in experiments:
+        every = list(shown.results.runs)
+        labels |= {label: colour(i, len(every)) for i, label in enumerate(every) if label not in labels}
+    one = len(experiments) == 1
+    parts = [_controls(labels)]
+    for number, shown in enumerate(experiments):
+        inside = _experiment(shown)
+        if one:
+            parts.append(f'<div id="experiment-{number}">{inside}</div>')
+        else:
+            opened = " open" if number == 0 else ""
+            parts.append(
+                f'<details class="experiment" id="experiment-{number}"{opened}>'
+                f"<summary>{escape(shown.name)}</summary>{inside}</details>"
+            )
+    subtitle = _subtitle(experiments[0].results) if one else f"{len(experiments)} experiments"
+    data = json.dumps([_data(shown.results, labels) for shown in experiments], allow_nan=False)
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{title}</title>\n<style>{STYLE}</style>\n<script>{get_plotlyjs()}</script>\n</head>\n<body>\n<main>\n"
-        f"<h1>{title}</h1>\n<p>{escape(_subtitle(results))}</p>\n"
+        f"<title>{escape(title)}</title>\n<style>{_file('page.css')}</style>\n"
+        f"<script>{get_plotlyjs()}</script>\n</head>\n<body>\n<main>\n"
+        f"<h1>{escape(title)}</h1>\n<p>{escape(subtitle)}</p>\n"
         + "\n".join(parts)
-        + "\n</main>\n</body>\n</html>\n"
+        + '\n</main>\n<script type="application/json" id="experiments">'
+        + data.replace("<", "\\u003c")
+        + f"</script>\n<script>{_file('page.js')}</script>\n</body>\n</html>\n"
     )
+
+
+def _file(name: str) -> str:
+    return (resources.files("fadamgc.experiments") / "web" / name).read_text(encoding="utf-8")
+
+
+# What the script draws
+
+
+def _data(results: Results, colours: dict[str, str]) -> dict[str, Any]:
+    """An experiment as the script reads it."""
+    works: dict[Any, int] = {}
+    methods = [
+        {
+            "label": label,
+            "colour": colours[label],
+            "runs": [_run(run, works) for run in runs],
+        }
+        for label, runs in results.runs.items()
+    ]
+    spec = results.spec
+    first = next(run for runs in results.runs.values() for run in runs)
+    return {
+        "methods": methods,
+        "works": list(works),
+        "seeds": len(spec.run.seeds),
+        "target": spec.run.target,
+        "target_text": results.target,
+        "goal": first.goal,
+        "accuracy": results.accuracy,
+        "metric_text": f"test {spec.task.metric}" if results.accuracy else spec.task.metric,
+        "cost": {
+            **{name: _single(getattr(results.cost, name)) for name, *_ in SLIDERS},
+            "per_round": results.cost.per_round,
+        },
+    }
+
+
+def _run(run: Run, works: dict[Any, int]) -> dict[str, Any]:
+    """A run: what it reached, and for each round the number of its work among all kinds of work."""
+    total = 0
+    so_far = []
+    kinds = []
+    for record in run.history:
+        total += record.bytes_down + record.bytes_up
+        so_far.append(total)
+        exchanges = []
+        for work in record.work:
+            alike: dict[tuple[int, int, int], int] = {}
+            for one in zip(work.down, work.up, work.steps, strict=True):
+                alike[one] = alike.get(one, 0) + 1
+            exchanges.append(tuple((*one, count) for one, count in sorted(alike.items())))
+        kinds.append(works.setdefault(tuple(exchanges), len(works)))
+    return {
+        "seed": run.settings["seed"],
+        "metric": [_finite(record.test_metric) for record in run.history],
+        "bytes": so_far,
+        "seconds": [record.simulated_seconds for record in run.history],
+        "work": kinds,
+    }
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _single(value: PerClient) -> float:
+    """What a slider starts from where each client has a number of its own."""
+    number = float(median(value) if isinstance(value, tuple) else value)
+    return min(number, 1e12)
+
+
+# What is written as it is
+
+
+def _controls(colours: dict[str, str]) -> str:
+    sliders = "".join(
+        f'<label for="cost-{name}">{said}, {unit} <output id="shown-{name}"></output>'
+        f'<input type="range" id="cost-{name}" min="{low}" max="{high}" step="any"></label>'
+        for name, said, unit, low, high in SLIDERS
+    )
+    toggles = "".join(
+        f'<label><input type="checkbox" data-method="{escape(label)}" checked>'
+        f'<span class="swatch" style="background:{shade}"></span>{escape(label)}</label>'
+        for label, shade in colours.items()
+    )
+    return (
+        "<section><h2>What if</h2>"
+        f'<div class="toggles">{toggles}</div>'
+        f'<div class="controls">{sliders}'
+        '<label for="cost-per_round">A round takes as long as<br><select id="cost-per_round">'
+        '<option value="mean">the mean of its clients</option>'
+        '<option value="slowest">its slowest client</option></select></label>'
+        '<label>&nbsp;<br><button type="button" id="cost-reset">As in the spec</button></label></div>'
+        "<p>The same saved rounds, priced for other links and devices: minutes in the tables and the last "
+        "curves follow. Boxes show and hide methods.</p></section>"
+    )
+
+
+def _experiment(shown: Shown) -> str:
+    results = shown.results
+    means = "means" if results.accuracy else "geometric means"
+    band = "one standard deviation" + ("" if results.accuracy else " of the logarithm")
+    plots = "".join(
+        f'<h3>{said}</h3><div class="plot" data-axis="{axis}"></div>' for axis, said in AXES.items()
+    )
+    priced = escape(pricing(results))
+    said = escape(legend(results)).replace(priced, f"<span data-pricing>{priced}</span>")
+    parts = [
+        _section("Results", f"{_table(results)}<p>{said}</p>"),
+        _section(
+            "Curves",
+            plots,
+            f"Lines are {means} over seeds, bands {band}. "
+            "Drag over a plot to zoom, double-click to zoom out.",
+        ),
+    ]
+    if shown.labels is not None:
+        data = base64.b64encode(shown.labels).decode()
+        image = f'<img alt="Label distribution of every client" src="data:image/png;base64,{data}">'
+        seed = results.spec.run.seeds[0]
+        parts.append(_section("Who holds which labels", image, f"Partition of seed {seed}."))
+    parts.append(
+        "<section><details><summary>The spec that made this</summary>"
+        f"<pre>{escape(results.spec.to_toml())}</pre></details>"
+        "<p>Save it as spec.toml; <code>fadamgc run spec.toml</code> makes the same runs again.</p></section>"
+    )
+    parts.append(_section("Made with", _environments(results)))
+    return "\n".join(parts)
 
 
 def _subtitle(results: Results) -> str:
@@ -98,86 +223,15 @@ def _table(results: Results) -> str:
     body = []
     lines = cells(results)
     for number, line in enumerate(lines):
-        shown = [f"<b>{escape(cell.text)}</b>" if cell.best else escape(cell.text) for cell in line]
-        shown[0] = f'<span class="swatch" style="background:{colour(number, len(lines))}"></span>{shown[0]}'
-        body.append("<tr>" + "".join(f"<td>{text}</td>" for text in shown) + "</tr>")
+        swatch = f'<span class="swatch" style="background:{colour(number, len(lines))}"></span>'
+        row = []
+        for column, cell in enumerate(line):
+            mark = f' data-minutes="{number}"' if column == MINUTES else ""
+            best = ' class="best"' if cell.best else ""
+            row.append(f"<td{mark}{best}>{swatch if column == 0 else ''}{escape(cell.text)}</td>")
+        body.append("<tr>" + "".join(row) + "</tr>")
     table = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>"
     return f'<div class="scroll">{table}</div>'
-
-
-def _plot(results: Results, lines: Mapping[str, pd.DataFrame], x: str) -> str:
-    figure = go.Figure()
-    everyone = list(results.runs)
-    scale = 100 if results.accuracy else 1
-    unit = " %" if results.accuracy else ""
-    form = ".1f" if results.accuracy else ".3g"
-    for number, label in enumerate(everyone):
-        if label not in lines:
-            continue
-        line, shade = lines[label], colour(number, len(everyone))
-        low, high = line["low"] * scale, line["high"] * scale
-        common: dict[str, Any] = {"legendgroup": label, "name": escape(label)}
-        figure.add_scatter(
-            x=[*line[x], *line[x][::-1]],
-            y=[*high, *low[::-1]],
-            fill="toself",
-            mode="lines",
-            fillcolor=_faint(shade),
-            line={"width": 0},
-            hoverinfo="skip",
-            showlegend=False,
-            **common,
-        )
-        figure.add_scatter(
-            x=line[x].tolist(),
-            y=(line["mean"] * scale).tolist(),
-            customdata=line[["round", "minutes"]].to_numpy().tolist(),
-            line={"color": shade, "width": 3 if number == len(everyone) - 1 else 1.8},
-            mode="lines",
-            hovertemplate=f"%{{y:{form}}}{unit}, round %{{customdata[0]}}, %{{customdata[1]:.3g}} min",
-            **common,
-        )
-    if results.spec.run.target is not None:
-        height = results.spec.run.target * scale
-        figure.add_hline(y=height, line={"color": "#555", "width": 1, "dash": "dash"})
-        figure.add_annotation(
-            text=f"target {results.target}",
-            xref="paper",
-            x=1,
-            y=height if results.accuracy else math.log10(height),  # annotations count decades on a log axis
-            xanchor="right",
-            yanchor="top",
-            showarrow=False,
-        )
-    figure.update_layout(
-        template="plotly_white",
-        margin={"l": 60, "r": 10, "t": 10, "b": 50},
-        hovermode="x" if x == "round" else "closest",
-        legend={"orientation": "h", "yanchor": "bottom", "y": 1.02, "x": 0},
-        font={"family": "system-ui, sans-serif", "size": 13},
-        xaxis={"title": {"text": X_TITLE[x]}, "rangemode": "tozero"},
-        yaxis={
-            "title": {
-                "text": f"test {results.spec.task.metric}" if results.accuracy else results.spec.task.metric
-            },
-            "ticksuffix": unit,
-            **({"range": [0, 100]} if results.accuracy else {"type": "log", "exponentformat": "power"}),
-        },
-    )
-    shown: str = figure.to_html(
-        full_html=False,
-        include_plotlyjs=False,
-        include_mathjax=False,
-        default_height="460px",
-        div_id=f"plot-{x}",
-        config={"responsive": True, "displayModeBar": False},
-    )
-    return f'<div class="plot">{shown}</div>'
-
-
-def _faint(colour: str) -> str:
-    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
-    return f"rgba({red},{green},{blue},0.12)"
 
 
 def _environments(results: Results) -> str:

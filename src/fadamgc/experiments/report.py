@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -10,7 +11,7 @@ from rich.text import Text
 
 from fadamgc.errors import InputError
 from fadamgc.experiments.figures import curves_figure, png, svg
-from fadamgc.experiments.page import page
+from fadamgc.experiments.page import Shown, page
 from fadamgc.experiments.results import (
     Results,
     caption,
@@ -23,7 +24,7 @@ from fadamgc.experiments.results import (
     rows,
 )
 from fadamgc.experiments.runner import PARTITION
-from fadamgc.experiments.summary import Entry, latex
+from fadamgc.experiments.summary import Entry, latex, write_summary
 from fadamgc.files import write_atomic
 from fadamgc.sim.cost import CostModel
 
@@ -49,10 +50,28 @@ def write_report(folder: str | Path, cost: CostModel | None = None) -> Results:
             write_atomic(folder / f"{name}.png", png(drawn))
             write_atomic(folder / f"{name}.svg", svg(drawn))
         labels = picture.read_bytes() if picture.exists() else None
-        write_atomic(folder / "report.html", page(results, lines, labels).encode())
+        title = results.spec.title or results.spec.name
+        write_atomic(folder / "report.html", page(title, [Shown(title, results, labels)]).encode())
     except OSError as error:
         raise InputError(f"folder={str(folder)!r} cannot be written: {error.strerror}") from None
     return results
+
+
+def write_reports(
+    folders: Sequence[str | Path], out: str | Path, cost: CostModel | None = None, title: str | None = None
+) -> list[Results]:
+    """One page and one set of tables for several experiments."""
+    shown = []
+    for folder in map(Path, folders):
+        results = read_results(folder, cost)
+        picture = folder / PARTITION
+        name = results.spec.title or results.spec.name
+        shown.append(Shown(name, results, picture.read_bytes() if picture.exists() else None))
+    out = Path(out)
+    title = title or ", ".join(one.name for one in shown)
+    write_summary(out, [Entry(one.name, one.results) for one in shown], title)
+    write_atomic(out / "report.html", page(title, shown).encode())
+    return [one.results for one in shown]
 
 
 def summarise(folder: str | Path, cost: CostModel | None = None) -> pd.DataFrame:

@@ -249,16 +249,21 @@ def extent(results: Results) -> str:
 
 def legend(results: Results) -> str:
     """How to read the table."""
+    return (
+        "Mean ± sample standard deviation over seeds; rounds and minutes over the seeds that reached the "
+        f"target. Minutes are simulated: {pricing(results)}. "
+        "MB a round: down and up, all clients together."
+    )
+
+
+def pricing(results: Results) -> str:
+    """How rounds are priced."""
     cost = results.cost
     links = f"links of {_each(cost.down_mbps)} Mbps down and {_each(cost.up_mbps)} Mbps up"
     steps = f"{_each(cost.seconds_per_step)} s a local step"
     latency = f", {_each(cost.latency)} s latency" if cost.latency else ""
     which = "the mean over its clients" if cost.per_round == "mean" else "its slowest client"
-    return (
-        "Mean ± sample standard deviation over seeds; rounds and minutes over the seeds that reached the "
-        f"target. Minutes are simulated: {links}, {steps}{latency}, a round takes {which}. "
-        "MB a round: down and up, all clients together."
-    )
+    return f"{links}, {steps}{latency}, a round takes {which}"
 
 
 def _each(value: float | tuple[float, ...]) -> str:

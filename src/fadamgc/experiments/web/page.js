@@ -1,0 +1,291 @@
+"use strict";
+// What the page shows is computed here from the saved runs: each round's work (bytes and steps of its
+// clients) and the metric. Moving a slider prices the same rounds for other links and devices.
+
+const EXPERIMENTS = JSON.parse(document.getElementById("experiments").textContent);
+const AXES = { round: "round", bytes: "bytes sent, all clients, both ways", minutes: "simulated minutes" };
+
+const hidden = new Set();
+const cost = {};
+
+// Prices
+
+function roundSeconds(works, price) {
+  // works: exchanges, one after the other; each a list of [bytes down, bytes up, steps, clients].
+  let total = 0;
+  for (const groups of works) {
+    let sum = 0, count = 0, most = 0;
+    for (const [down, up, steps, clients] of groups) {
+      const each = price.latency + 8e-6 * down / price.down_mbps + 8e-6 * up / price.up_mbps
+        + steps * price.seconds_per_step;
+      sum += each * clients;
+      count += clients;
+      most = Math.max(most, each);
+    }
+    if (count) total += price.per_round === "slowest" ? most : sum / count;
+  }
+  return total;
+}
+
+function price(experiment, run) {
+  // Minutes up to each round.
+  const seconds = experiment.works.map((works) => roundSeconds(works, cost));
+  let sum = 0;
+  return run.work.map((index) => (sum += seconds[index]) / 60);
+}
+
+function priceAsSaved(run) {
+  let sum = 0;
+  return run.seconds.map((one) => (sum += one) / 60);
+}
+
+function minutesOf(experiment, run) {
+  return cost.as_saved ? priceAsSaved(run) : price(experiment, run);
+}
+
+// Numbers
+
+function mean(values) {
+  return values.reduce((a, b) => a + b, 0) / values.length;
+}
+
+function deviation(values) {
+  if (values.length < 2) return NaN;
+  const centre = mean(values);
+  return Math.sqrt(values.reduce((a, b) => a + (b - centre) ** 2, 0) / (values.length - 1));
+}
+
+function reaches(experiment, value) {
+  if (value === null || experiment.target === null) return false;
+  return experiment.goal === "max" ? value >= experiment.target : value <= experiment.target;
+}
+
+function firstRound(experiment, run) {
+  return run.metric.findIndex((value) => reaches(experiment, value));
+}
+
+function decimals(column) {
+  const largest = Math.max(0, ...column.filter(Number.isFinite));
+  if (largest > 0 && largest < 1e-3) return null;
+  return largest > 0 ? Math.max(2 - Math.floor(Math.log10(largest)), 0) : 2;
+}
+
+function shown(value, places) {
+  return places === null ? value.toExponential(2).replace(/e([+-])(\d)$/, "e$10$2") : value.toFixed(places);
+}
+
+// The table
+
+function timesToTarget(experiment) {
+  return experiment.methods.map((method) => {
+    const times = [];
+    for (const run of method.runs) {
+      const at = firstRound(experiment, run);
+      if (at >= 0) times.push(minutesOf(experiment, run)[at]);
+    }
+    const all = times.length === experiment.seeds;
+    return {
+      mean: times.length ? mean(times) : NaN,
+      std: deviation(times),
+      reached: times.length,
+      runs: method.runs.length,
+      all,
+    };
+  });
+}
+
+function drawTable(experiment, place) {
+  const times = timesToTarget(experiment);
+  const places = decimals(times.map((t) => t.mean));
+  const best = Math.min(...times.filter((t) => t.all).map((t) => t.mean));
+  times.forEach((time, number) => {
+    const cell = place.querySelector(`[data-minutes="${number}"]`);
+    if (!cell) return;
+    let text;
+    if (!time.reached) {
+      text = time.runs && experiment.target !== null ? `never (0/${time.runs})` : "\u2013";
+    } else {
+      const std = Number.isNaN(time.std) ? "\u2013" : shown(time.std, places);
+      text = `${shown(time.mean, places)} \u00b1 ${std}`;
+      if (time.reached !== time.runs) text += ` (${time.reached}/${time.runs} reached)`;
+    }
+    cell.textContent = text;
+    cell.classList.toggle("best", time.all && time.mean === best);
+  });
+}
+
+// The curves
+
+function line(experiment, method, axis) {
+  // Over the rounds that all runs of the method evaluated.
+  const length = Math.min(...method.runs.map((run) => run.metric.length));
+  const x = [], middle = [], low = [], high = [], rounds = [];
+  const along = axis === "round" ? null
+    : method.runs.map((run) => axis === "minutes" ? minutesOf(experiment, run) : run.bytes);
+  for (let i = 0; i < length; i++) {
+    const values = method.runs.map((run) => run.metric[i]);
+    if (values.some((value) => value === null)) continue;
+    const scaled = experiment.accuracy ? values : values.map((v) => Math.log(Math.max(v, 1e-300)));
+    const centre = mean(scaled), spread = values.length > 1 ? deviation(scaled) : 0;
+    const back = experiment.accuracy ? (v) => 100 * Math.min(v, 1) : Math.exp;
+    rounds.push(i + 1);
+    x.push(along === null ? i + 1 : mean(along.map((one) => one[i])));
+    middle.push(back(centre));
+    low.push(back(centre - spread));
+    high.push(back(centre + spread));
+  }
+  return { x, middle, low, high, rounds };
+}
+
+function traces(experiment, axis) {
+  const result = [];
+  const unit = experiment.accuracy ? " %" : "";
+  const form = experiment.accuracy ? ".1f" : ".3g";
+  experiment.methods.forEach((method, number) => {
+    if (!method.runs.length || hidden.has(method.label)) return;
+    const { x, middle, low, high, rounds } = line(experiment, method, axis);
+    const subject = number === experiment.methods.length - 1;
+    result.push({
+      x: [...x, ...[...x].reverse()], y: [...high, ...[...low].reverse()],
+      fill: "toself", mode: "lines", fillcolor: method.colour + "1f", line: { width: 0 },
+      hoverinfo: "skip", showlegend: false,
+    });
+    result.push({
+      x, y: middle, customdata: rounds, name: method.label.replace(/</g, "&lt;"), mode: "lines",
+      line: { color: method.colour, width: subject ? 3 : 1.8 }, showlegend: false,
+      hovertemplate: `%{y:${form}}${unit}, round %{customdata}, %{x:.4~s}`,
+    });
+  });
+  return result;
+}
+
+function layout(experiment, axis) {
+  const shapes = [], annotations = [];
+  if (experiment.target !== null) {
+    const height = experiment.accuracy ? 100 * experiment.target : experiment.target;
+    shapes.push({
+      type: "line", xref: "paper", x0: 0, x1: 1, y0: height, y1: height,
+      line: { color: "#555", width: 1, dash: "dash" },
+    });
+    annotations.push({
+      text: `target ${experiment.target_text}`, xref: "paper", x: 1,
+      y: experiment.accuracy ? height : Math.log10(height),
+      xanchor: "right", yanchor: "top", showarrow: false,
+    });
+  }
+  return {
+    template: "plotly_white", margin: { l: 64, r: 12, t: 12, b: 50 }, height: 400,
+    hovermode: axis === "round" ? "x" : "closest", shapes, annotations,
+    font: { family: "system-ui, sans-serif", size: 13 }, plot_bgcolor: "#fff", paper_bgcolor: "#fff",
+    xaxis: { title: { text: AXES[axis] }, rangemode: "tozero", gridcolor: "#eceff3", exponentformat: "SI" },
+    yaxis: {
+      title: { text: experiment.metric_text }, gridcolor: "#eceff3",
+      ...(experiment.accuracy ? { ticksuffix: " %", rangemode: "tozero" }
+        : { type: "log", exponentformat: "power" }),
+    },
+  };
+}
+
+function drawCurves(experiment, place, axes) {
+  for (const axis of axes) {
+    const box = place.querySelector(`[data-axis="${axis}"]`);
+    Plotly.react(box, traces(experiment, axis), layout(experiment, axis), {
+      responsive: true, displayModeBar: false,
+    });
+  }
+}
+
+// The controls
+
+const drawn = new Set();
+
+function number3(value) {
+  return String(Number(value.toPrecision(3)));
+}
+
+function pricing() {
+  const latency = cost.latency ? `, ${number3(cost.latency)} s latency` : "";
+  const which = cost.per_round === "mean" ? "the mean over its clients" : "its slowest client";
+  return `links of ${number3(cost.down_mbps)} Mbps down and ${number3(cost.up_mbps)} Mbps up, `
+    + `${number3(cost.seconds_per_step)} s a local step${latency}, a round takes ${which}`;
+}
+
+function drawPricing(place) {
+  const said = place.querySelector("[data-pricing]");
+  if (!said.dataset.saved) said.dataset.saved = said.textContent;
+  said.textContent = cost.as_saved ? said.dataset.saved : pricing();
+}
+
+function draw(number, axes) {
+  const place = document.getElementById(`experiment-${number}`);
+  if (place.tagName === "DETAILS" && !place.open) return;
+  drawPricing(place);
+  drawTable(EXPERIMENTS[number], place);
+  drawCurves(EXPERIMENTS[number], place, drawn.has(number) ? axes : Object.keys(AXES));
+  drawn.add(number);
+}
+
+function drawAll(axes) {
+  EXPERIMENTS.forEach((_, number) => draw(number, axes));
+}
+
+function slider(name) {
+  return document.getElementById(`cost-${name}`);
+}
+
+function show(name) {
+  document.getElementById(`shown-${name}`).textContent = number3(cost[name]);
+}
+
+function fromSpec() {
+  Object.assign(cost, EXPERIMENTS[0].cost, { as_saved: true });
+  for (const name of ["down_mbps", "up_mbps"]) {
+    slider(name).value = Math.log10(cost[name]);
+    show(name);
+  }
+  for (const name of ["seconds_per_step", "latency"]) {
+    slider(name).value = cost[name] > 0 ? Math.log10(cost[name]) : slider(name).min;
+    show(name);
+  }
+  document.getElementById("cost-per_round").value = cost.per_round;
+}
+
+function changed() {
+  cost.as_saved = false;
+  drawAll(["minutes"]);
+}
+
+function start() {
+  fromSpec();
+  for (const name of ["down_mbps", "up_mbps", "seconds_per_step", "latency"]) {
+    slider(name).addEventListener("input", () => {
+      const least = name.endsWith("mbps") ? -Infinity : Number(slider(name).min);
+      const power = Number(slider(name).value);
+      cost[name] = power <= least ? 0 : 10 ** power;
+      show(name);
+      changed();
+    });
+  }
+  document.getElementById("cost-per_round").addEventListener("change", (event) => {
+    cost.per_round = event.target.value;
+    changed();
+  });
+  document.getElementById("cost-reset").addEventListener("click", () => {
+    fromSpec();
+    drawAll(["minutes"]);
+  });
+  for (const box of document.querySelectorAll("input[data-method]")) {
+    box.addEventListener("change", () => {
+      if (box.checked) hidden.delete(box.dataset.method);
+      else hidden.add(box.dataset.method);
+      drawAll(Object.keys(AXES));
+    });
+  }
+  EXPERIMENTS.forEach((_, number) => {
+    const place = document.getElementById(`experiment-${number}`);
+    if (place.tagName === "DETAILS") place.addEventListener("toggle", () => draw(number, Object.keys(AXES)));
+  });
+  drawAll(Object.keys(AXES));
+}
+
+start();

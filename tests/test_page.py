@@ -1,0 +1,202 @@
+"""The report page in a real browser: it loads without errors, and sliders price as the cost model does."""
+
+from __future__ import annotations
+
+import math
+import shutil
+
+import pytest
+
+from fadamgc import CostModel
+from fadamgc.experiments.reading import parse_spec
+from fadamgc.experiments.report import write_report, write_reports
+from fadamgc.experiments.results import cells, read_results
+from fadamgc.experiments.runner import run_spec
+
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium; apt-get install chromium")
+
+FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--no-first-run",
+]
+DIGITS = """
+name = "seen"
+title = "Seen in a browser"
+[task]
+data = "digits"
+hidden = [8]
+clients = 6
+alpha = 1.0
+[run]
+rounds = 8
+sampled = 3
+local_epochs = 1
+batch_size = 16
+seeds = [0, 1]
+target = 0.3
+[cost]
+down_mbps = 0.1
+up_mbps = 0.05
+seconds_per_step = 0.01
+[[method]]
+algorithm = "fedavg"
+eta_l = 0.3
+[[method]]
+algorithm = "fadamgc"
+label = "FAdamGC <&>"
+tracked = 1
+init = "gradient"
+eta_l = 0.01
+[[method]]
+algorithm = "local_adam"
+eta_l = 1e-9
+"""
+QUADRATICS = """
+name = "other"
+[task]
+data = "quadratics"
+clients = 4
+[run]
+rounds = 5
+local_steps = 2
+seeds = [0]
+target = 1e9
+[cost]
+down_mbps = [1.0, 2.0, 3.0, 4.0]
+[[method]]
+algorithm = "fadamgc"
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("page")
+    for name, text in (("one", DIGITS), ("two", QUADRATICS)):
+        run_spec(parse_spec(text, "test"), folder / name, workers=1, quiet=True)
+        write_report(folder / name)
+    write_reports([folder / "one", folder / "two"], folder / "both", title="Both")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with playwright.sync_playwright() as driver:
+        opened = driver.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield opened
+        opened.close()
+
+
+@pytest.fixture
+def view(browser, folder):
+    pages = []
+
+    def opened(name):
+        page = browser.new_page(viewport={"width": 1200, "height": 900})
+        page.said = []
+        page.on("console", lambda m: page.said.append(m.text) if m.type in ("error", "warning") else None)
+        page.on("pageerror", lambda error: page.said.append(str(error)))
+        page.on(
+            "request", lambda r: page.said.append(r.url) if not r.url.startswith(("file:", "data:")) else None
+        )
+        page.goto((folder / name / "report.html").as_uri())
+        page.wait_for_selector(".plot .main-svg")
+        pages.append(page)
+        return page
+
+    yield opened
+    for page in pages:
+        page.close()
+
+
+def minutes(page, within=""):
+    return page.eval_on_selector_all(f"{within} td[data-minutes]", "cells => cells.map(c => c.textContent)")
+
+
+def expected(folder, **cost):
+    results = read_results(folder, CostModel(**cost) if cost else None)
+    return [line[2].text for line in cells(results)]
+
+
+def move(page, **powers):
+    for name, value in powers.items():
+        page.evaluate(
+            "([id, value]) => { const s = document.getElementById(id); s.value = value;"
+            " s.dispatchEvent(new Event('input')); }",
+            [f"cost-{name}", value],
+        )
+
+
+def test_the_page_loads_without_an_error_and_without_the_network(view, folder):
+    page = view("one")
+    assert page.said == []
+    assert page.title() == "Seen in a browser"
+    assert minutes(page) == expected(folder / "one")
+    assert page.locator(".plot .main-svg").count() >= 3
+    assert page.locator("img").evaluate("image => image.naturalWidth") > 300
+    assert "FAdamGC <&>" in page.locator("table").inner_text()
+
+
+@pytest.mark.parametrize("slowest", [False, True])
+def test_a_slider_prices_as_the_cost_model_does(view, folder, slowest):
+    page = view("one")
+    if slowest:
+        page.select_option("#cost-per_round", "slowest")
+    move(page, down_mbps=-1.5, up_mbps=-2, seconds_per_step=-1, latency=0.25)
+    cost = {"down_mbps": 10**-1.5, "up_mbps": 1e-2, "seconds_per_step": 0.1, "latency": 10**0.25}
+    wanted = expected(folder / "one", **cost, per_round="slowest" if slowest else "mean")
+    assert minutes(page) == wanted != expected(folder / "one")
+    said = page.locator("[data-pricing]").inner_text()
+    assert "0.0316 Mbps down and 0.01 Mbps up, 0.1 s a local step, 1.78 s latency" in said
+    assert ("slowest" in said) == slowest
+    best = page.eval_on_selector_all("td[data-minutes].best", "cells => cells.map(c => c.textContent)")
+    results = read_results(folder / "one", CostModel(**cost, per_round="slowest" if slowest else "mean"))
+    assert best == [line[2].text for line in cells(results) if line[2].best]
+    ends = "boxes => Math.max(...boxes[0].data.map(trace => Math.max(...trace.x)))"
+    last = page.eval_on_selector_all('[data-axis="minutes"]', ends)
+    longest = max(
+        math.fsum(r.simulated_seconds for r in run.history) / 60
+        for runs in results.runs.values()
+        for run in runs
+    )
+    assert last == pytest.approx(longest, rel=0.2)
+    page.click("#cost-reset")
+    assert minutes(page) == expected(folder / "one")
+    assert page.said == []
+
+
+def test_a_step_may_cost_nothing(view, folder):
+    page = view("one")
+    move(page, seconds_per_step=-5, latency=-3)
+    cost = {"down_mbps": 0.1, "up_mbps": 0.05, "seconds_per_step": 0, "latency": 0}
+    assert minutes(page) == expected(folder / "one", **cost)
+
+
+def test_methods_can_be_hidden(view):
+    page = view("one")
+    count = "boxes => boxes.map(box => box.data.length)"
+    assert page.eval_on_selector_all(".plot", count) == [6, 6, 6]
+    page.uncheck('input[data-method="FAdamGC <&>"]')
+    assert page.eval_on_selector_all(".plot", count) == [4, 4, 4]
+    page.check('input[data-method="FAdamGC <&>"]')
+    assert page.eval_on_selector_all(".plot", count) == [6, 6, 6]
+    assert page.said == []
+
+
+def test_several_experiments_share_a_page(view, folder):
+    page = view("both")
+    assert minutes(page, "#experiment-0") == expected(folder / "one")
+    page.click("#experiment-1 > summary")
+    page.wait_for_selector("#experiment-1 .main-svg")
+    assert minutes(page, "#experiment-1") == expected(folder / "two")
+    move(page, down_mbps=0)
+    cost = {"down_mbps": 1.0, "up_mbps": 0.05, "seconds_per_step": 0.01}
+    assert minutes(page, "#experiment-0") == expected(folder / "one", **cost)
+    assert minutes(page, "#experiment-1") == expected(folder / "two", **cost)
+    assert page.said == []
+    assert (folder / "both" / "summary.tex").exists()
