@@ -125,6 +125,10 @@ DataRoot = Annotated[
         "--data-root", help="Folder of the data sets.", show_default="FADAMGC_DATA, or a cache folder"
     ),
 ]
+Track = Annotated[
+    str,
+    typer.Option(help="Watch the runs with tensorboard or mlflow, or both, separated by a comma."),
+]
 DataName = Annotated[str | None, typer.Argument(help="A data set.", show_default=False)]
 Tune = Annotated[
     bool,
@@ -145,6 +149,7 @@ def compare(
     quiet: Quiet = False,
     resume: Resume = False,
     overwrite: Overwrite = False,
+    track: Track = "",
 ) -> None:
     """Compare methods: rounds and simulated minutes to a target accuracy, over several seeds.
 
@@ -159,6 +164,7 @@ def compare(
     """
     from fadamgc.experiments.reading import preset as preset_named
 
+    _use_trackers(track)
     chosen = _adjusted(preset_named(preset), seed, seeds, rounds, methods)
     _experiment(chosen, out, tune, workers, quiet, resume, overwrite)
 
@@ -180,6 +186,7 @@ def run(
     resume: Resume = False,
     overwrite: Overwrite = False,
     data_root: DataRoot = None,
+    track: Track = "",
 ) -> None:
     """Run an experiment of your own from a TOML file.
 
@@ -194,6 +201,7 @@ def run(
     from fadamgc.experiments.reading import load_spec
 
     _use_data(data_root)
+    _use_trackers(track)
     chosen = _adjusted(load_spec(spec), seed, seeds, rounds, methods)
     folder = out or Path("out") / Path(chosen.name).name
     _experiment(chosen, folder, tune, workers, quiet, resume, overwrite)
@@ -225,6 +233,7 @@ def reproduce(
     resume: Resume = False,
     overwrite: Overwrite = False,
     data_root: DataRoot = None,
+    track: Track = "",
 ) -> None:
     """Run one of the paper's experiments, on real data.
 
@@ -240,6 +249,7 @@ def reproduce(
     from fadamgc.experiments.summary import Entry, write_summary
 
     _use_data(data_root)
+    _use_trackers(track)
     study = load_study(name, scale)
     folder = out or Path("out") / f"{name}-{scale}"
     entries: dict[str, Entry] = {}
@@ -589,6 +599,13 @@ def _use_data(root: Path | None) -> None:
         if not root.is_dir():
             raise InputError(f"data_root={str(root)!r} is no folder; give the folder of the data sets")
         os.environ["FADAMGC_DATA"] = str(root.resolve())
+
+
+def _use_trackers(names: str) -> None:
+    if names:
+        from fadamgc.trackers import choose
+
+        choose(names)
 
 
 # What compare and run have in common.

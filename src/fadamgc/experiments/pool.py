@@ -34,6 +34,7 @@ from fadamgc.sim.cores import one_thread
 from fadamgc.sim.engine import Engine, Hooks, Makers, RoundEnd, prepare, simulate
 from fadamgc.sim.many import Share, advance
 from fadamgc.sim.run import Run, load_run
+from fadamgc.trackers import chosen
 
 CHECKPOINT = "checkpoint"
 CHECKPOINT_EVERY = 25  # rounds that an interrupted run loses at the most
@@ -120,8 +121,11 @@ class Job:
     def start(self, callback: Callable[[RoundEnd], object], make: Makers) -> tuple[Engine, Hooks]:
         """The run before its first round, or where its checkpoint is."""
         checkpoint = self.folder / CHECKPOINT
+        name = self.folder.name
+        parameters = {"algorithm": self.method.algorithm, **self.method.hyperparameters, "seed": self.seed}
+        trackers = [] if self.validation else chosen(self.folder.parent.parent, name, parameters)
         arguments = self.arguments() | {
-            "callbacks": (callback,),
+            "callbacks": (*trackers, callback),
             "checkpoint": checkpoint,
             "checkpoint_every": CHECKPOINT_EVERY,
             "resume": True,
