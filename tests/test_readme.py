@@ -59,6 +59,16 @@ def test_the_docs_examples_run(block, monkeypatch):
         assert run.history[-1].train_loss < run.history[0].train_loss
 
 
+def test_the_example_of_many_runs_runs():
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/speed.md").read_text(), re.DOTALL)
+    data = [(torch.randn(8, 2), torch.randn(8, 1)) for _ in range(12)]
+    task = fadamgc.Task(torch.nn.Linear(2, 1), torch.nn.functional.mse_loss, data)
+    names: dict[str, object] = {"fadamgc": fadamgc, "task": task}
+    short = block.replace("rounds=200", "rounds=2").replace("workers=2", "workers=1")
+    exec(compile(short, "speed.md", "exec"), names)
+    assert [len(run.history) for run in names["runs"]] == [2] * 8
+
+
 def test_the_table_of_algorithms_is_what_they_send():
     rows = [
         [cell.strip(" `") for cell in line.strip("|").split("|")]
