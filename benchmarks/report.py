@@ -98,6 +98,7 @@ def summary(results: Results) -> str:
         "ours_fedavg": "fadamgc: FedAvg",
         "ours_local_adam": "LocalAdam",
         "ours_fadamgc": "FAdamGC",
+        "gradients": "gradients alone",
         "pfl": "pfl",
         "pfl_fused": "pfl, fused",
         "pfl_2_processes": "pfl, fused, 2 processes",

@@ -90,6 +90,15 @@ def test_compiled_steps_agree_with_the_loop(algo):
     run = fadamgc.simulate(algo, task, executor=partial(VectorizedExecutor, compile=True), **options)
     assert run.settings["compiled"]
     assert_equal_to_rounding(run, reference)
+
+
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+@pytest.mark.parametrize("algo", [a for a in DEFAULTS if type(a) in (fadamgc.FAdamGC, fadamgc.ScaffoldM)])
+def test_compiled_rules_change_no_bit(algo):
+    task = class_task()
+    options = {"rounds": 3, "local_steps": 4, "batch_size": 8, "seed": 3, "dtype": torch.float64}
+    options |= settings_for(algo, task.n)
+    reference = fadamgc.simulate(algo, task, executor="loop", **options)
     threads = fadamgc.simulate(algo, task, executor=partial(ThreadsExecutor, compile=True), **options)
     eager = fadamgc.simulate(algo, task, executor=partial(ThreadsExecutor, compile=False), **options)
     assert_equal_to_rounding(threads, reference)
