@@ -259,7 +259,8 @@ def compiled(graph: Callable[..., Any], arguments: Sequence[Tensor]) -> Code:
 def _key(graph: GraphModule, arguments: Sequence[Tensor]) -> str:
     """A name for the code, such that equal names mean equal code."""
     layouts = [(tuple(a.shape), a.stride(), str(a.dtype), str(a.device)) for a in arguments]
-    parts = (graph.code, layouts, sorted(OPTIONS.items()), LOOP, torch.__version__, compiler(), _cpu())
+    versions = (torch.__version__, platform.python_version(), compiler())
+    parts = (graph.code, layouts, sorted(OPTIONS.items()), LOOP, versions, _cpu())
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:40]
 
 
