@@ -253,7 +253,17 @@ def test_threads_inside_a_block_change_no_bit():
 # Threads
 
 
-@pytest.mark.parametrize("model", [mlp(), mlp(0, nn.Dropout(0.5)), mlp(0, nn.BatchNorm1d(8))])
+class Noise(nn.Module):
+    """Random numbers by functions that take a generator under another name only."""
+
+    def forward(self, x):
+        shift = torch.randint(0, 3, (len(x), 1)) + torch.randint(2, (len(x), 1))
+        return x + torch.rand(x.shape) + torch.randn(len(x), 1) + shift
+
+
+@pytest.mark.parametrize(
+    "model", [mlp(), mlp(0, nn.Dropout(0.5)), mlp(0, nn.BatchNorm1d(8)), mlp(0, Noise())]
+)
 def test_the_number_of_threads_changes_no_bit(model):
     task = class_task(sizes=(8, 20, 9, 16, 40), model=model)
     runs = [

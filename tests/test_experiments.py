@@ -166,7 +166,7 @@ REFUSED = {
     "unknown key of a task": ("alpha = 1.0", "alhpa = 1.0", "[task] with data='digits' has no key 'alhpa'; did you mean 'alpha'?"),
     "key of another task": ("hidden = [16]", "dim = 8", "[task] with data='digits' has no key 'dim'"),
     "unknown section": ("[cost]", "[costs]", "there is no key or section 'costs'; did you mean 'cost'?"),
-    "unknown data": ('"digits"', '"digts"', "[task] data='digts' is not accepted; it must be one of 'digits', 'quadratics', 'linear_regression'; did you mean 'digits'?"),
+    "unknown data": ('"digits"', '"digts"', "[task] data='digts' is not accepted; it must be one of 'digits', 'cifar10', 'cifar100', 'tiny-imagenet', 'uci_har', 'quadratics', 'linear_regression'; did you mean 'digits'?"),
     "no data": ('data = "digits"', "", "[task] needs the key 'data'"),
     "no rounds": ("rounds = 3", "", "[run] needs the key 'rounds'"),
     "K = 0": ("local_steps = 4", "local_steps = 0", "[run] local_steps=0 is not accepted; it must be greater than or equal to 1"),

@@ -56,4 +56,6 @@ class PictureInput(nn.Module):
         at = torch.arange(side, device=x.device)
         sample = torch.arange(n, device=x.device)[:, None, None]
         rows, columns = (down[:, None] + at)[:, :, None], (right[:, None] + at)[:, None, :]
-        return padded.permute(0, 2, 3, 1)[sample, rows, columns].permute(0, 3, 1, 2)
+        moved = padded.permute(0, 2, 3, 1)[sample, rows, columns].permute(0, 3, 1, 2)
+        last = x.is_contiguous(memory_format=torch.channels_last)
+        return moved.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)

@@ -253,10 +253,18 @@ class DrawFrom(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """The operation, with the generator if it takes one."""
         kwargs = dict(kwargs or {})
-        if any(argument.name == "generator" for argument in func._schema.arguments):
+        if torch.Tag.nondeterministic_seeded in func.tags and not _takes_generator(func):
+            name = func._overloadname
+            other = "generator" if name == "default" else f"{name}_generator"
+            func = getattr(func.overloadpacket, other, func)
+            if not _takes_generator(func):
+                raise InputError(
+                    f"executor='threads' cannot give {func} random numbers of its own; use executor='loop'"
+                )
+        if _takes_generator(func):
             kwargs["generator"] = self.generator
-        elif torch.Tag.nondeterministic_seeded in func.tags:
-            raise InputError(
-                f"executor='threads' cannot give {func} random numbers of its own; use executor='loop'"
-            )
         return func(*args, **kwargs)
+
+
+def _takes_generator(func: Any) -> bool:
+    return any(argument.name == "generator" for argument in func._schema.arguments)
