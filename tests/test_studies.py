@@ -13,7 +13,7 @@ from fadamgc.cli import app
 from fadamgc.errors import InputError
 from fadamgc.experiments.pool import Job
 from fadamgc.experiments.results import read_results
-from fadamgc.experiments.runner import plan, run_spec
+from fadamgc.experiments.runner import plan, run_spec, write_spec
 from fadamgc.experiments.study import SCALES, load_study, parse_study, studies
 from fadamgc.experiments.summary import Entry, figure, latex, markdown, table
 from fadamgc.experiments.tune import rungs, tune
@@ -236,10 +236,12 @@ def test_the_paper_scale_starts_stops_and_goes_on(data, tmp_path):
     (job,) = plan(spec, tmp_path / "out")
     assert sum(p.numel() for p in job.arguments()["task"].model.parameters()) == 11_173_962
     whole = job.simulate()
+    (tmp_path / "out").mkdir()
+    write_spec(spec, tmp_path / "out")
     stop_after(job, rounds=1)
     assert (job.folder / "checkpoint").exists()
     assert job.saved() is None
-    assert run_spec(spec, tmp_path / "out", workers=1, quiet=True) == ()
+    assert run_spec(spec, tmp_path / "out", workers=1, quiet=True, resume=True) == ()
     assert torch.equal(job.saved().x, whole.x)
     assert [r.test_accuracy for r in job.saved().history] == [r.test_accuracy for r in whole.history]
 
