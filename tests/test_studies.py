@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 import sets
@@ -242,8 +241,8 @@ def test_the_paper_scale_starts_stops_and_goes_on(data, tmp_path):
     assert (job.folder / "checkpoint").exists()
     assert job.saved() is None
     assert run_spec(spec, tmp_path / "out", workers=1, quiet=True, resume=True) == ()
-    assert torch.equal(job.saved().x, whole.x)
-    assert [r.test_accuracy for r in job.saved().history] == [r.test_accuracy for r in whole.history]
+    for name in ("train_loss", "test_loss", "test_accuracy"):
+        assert [getattr(r, name) for r in job.saved().history] == [getattr(r, name) for r in whole.history]
 
 
 def stop_after(job: Job, rounds: int):
