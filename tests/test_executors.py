@@ -380,12 +380,21 @@ def test_an_error_in_a_thread_names_the_client_and_stops_the_others():
 # The choice
 
 
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
 def chosen(monkeypatch, seconds, task, **options):
     monkeypatch.setattr(auto, "LONG", 0)
     monkeypatch.setattr(auto, "_seconds", lambda executor, *_: seconds[executor.name])
     return simulate(fadamgc.FedAvg(), task, **options).settings["executor"]
 
 
+@pytest.mark.usefixtures("two_threads")
 def test_auto_takes_another_executor_only_if_it_is_clearly_faster(monkeypatch, caplog):
     task = class_task()
     near = {"vectorized": 1.1, "loop": 1.0, "threads": 1.5}
