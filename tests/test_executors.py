@@ -191,6 +191,9 @@ def test_an_error_in_machine_code_is_an_error_in_python(tmp_path, monkeypatch):
     assert isinstance(code, native.NativeCode)
     with pytest.raises(RuntimeError, match="failed"):
         code(torch.zeros(2, 3), torch.tensor([0, 7]))
+    assert torch.is_grad_enabled()
+    code(*arguments)
+    assert torch.is_grad_enabled()
 
 
 @needs_compiler

@@ -68,9 +68,14 @@ void check(AOTITorchError code) {
   if (code) throw std::runtime_error("a tensor cannot be made");
 }
 
+struct NoGrad {  // as long as it lives, whatever ends it
+  const bool before = aoti_torch_grad_mode_is_enabled();
+  NoGrad() { aoti_torch_grad_mode_set_enabled(false); }
+  ~NoGrad() { aoti_torch_grad_mode_set_enabled(before); }
+};
+
 void run_part(const Arguments& a, int64_t part) {
-  const bool grad = aoti_torch_grad_mode_is_enabled();
-  aoti_torch_grad_mode_set_enabled(false);
+  const NoGrad no_grad;
   std::vector<RAIIAtenTensorHandle> fixed(a.n);
   std::vector<AtenTensorHandle> now(a.n);
   for (int64_t k = 0; k < a.steps; ++k) {
@@ -90,7 +95,6 @@ void run_part(const Arguments& a, int64_t part) {
     }
     inductor_entry_impl(now.data(), nullptr);
   }
-  aoti_torch_grad_mode_set_enabled(grad);
 }
 }  // namespace
 
