@@ -27,7 +27,7 @@ demo: install  ## Compare the seven methods of the paper on digits; results in o
 test: install  ## Run all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
 
-bench: install  ## Measure beside a bare loop, pfl and Flower (two hours; nothing else should run)
+bench: install  ## Measure beside a bare loop, pfl and Flower (over an hour; nothing else should run)
 	$(BIN)/python benchmarks/bench.py
 
 check: install  ## Lint and type-check
