@@ -94,15 +94,14 @@ def test_compiled_steps_agree_with_the_loop(algo):
 
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 @pytest.mark.parametrize("name", ["fadamgc", "scaffold_m"])
-def test_compiled_rules_change_no_bit(name):
+def test_compiled_rules_agree_with_the_loop(name):
     algo, task = fadamgc.make_algorithm(name), class_task()
     options = {"rounds": 3, "local_steps": 4, "batch_size": 8, "seed": 3, "dtype": torch.float64}
     options |= settings_for(algo, task.n)
     reference = fadamgc.simulate(algo, task, executor="loop", **options)
     threads = fadamgc.simulate(algo, task, executor=partial(ThreadsExecutor, compile=True), **options)
-    eager = fadamgc.simulate(algo, task, executor=partial(ThreadsExecutor, compile=False), **options)
+    assert threads.settings["compiled"]
     assert_equal_to_rounding(threads, reference)
-    assert torch.equal(threads.x, eager.x)
 
 
 def with_client_optimizer(algo, task, rounds, who, K, B, seed):

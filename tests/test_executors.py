@@ -6,6 +6,7 @@ import logging
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -100,12 +101,15 @@ def test_nothing_is_compiled_again_from_round_to_round_or_run_to_run(tmp_path, m
 
 
 @needs_compiler
-def test_a_long_run_is_compiled_and_a_resumed_one_does_as_before(tmp_path, monkeypatch):
+@pytest.mark.parametrize("executor", ["vectorized", "threads"])
+def test_a_long_run_is_compiled_and_a_resumed_one_does_as_before(tmp_path, monkeypatch, executor):
     task = class_task()
     monkeypatch.setattr("fadamgc.sim.executors.vectorized.LONG", 9)
-    whole = simulate(fadamgc.FedAvg(), task, rounds=4, executor="vectorized")
+    monkeypatch.setattr(threads, "LARGE", 1)
+    monkeypatch.setattr(threads, "MANY", 36)
+    whole = simulate(fadamgc.FedAvg(), task, rounds=4, executor=executor)
     assert whole.settings["compiled"]
-    short = simulate(fadamgc.FedAvg(), task, rounds=2, executor="vectorized", checkpoint=tmp_path / "c")
+    short = simulate(fadamgc.FedAvg(), task, rounds=2, executor=executor, checkpoint=tmp_path / "c")
     assert not short.settings["compiled"]
     longer = simulate(fadamgc.FedAvg(), task, rounds=4, checkpoint=tmp_path / "c", resume=True)
     assert not longer.settings["compiled"]
@@ -317,6 +321,48 @@ def test_rules_in_pieces_are_the_rules(name, monkeypatch):
     assert torch.equal(cut.x, whole.x)
     for one, other in zip(cut.clients, whole.clients, strict=True):
         assert all(map(torch.equal, one, other))
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["fadamgc", "fedavg", "fa_nt_local"])
+def test_compiled_rules_in_pieces_are_the_rules(name, monkeypatch):
+    algo, task = fadamgc.make_algorithm(name), class_task()
+    options = {"sampled": None, "tracked": None}
+    plain = simulate(algo, task, executor=partial(ThreadsExecutor, compile=True), **options)
+    assert plain.settings["compiled"]
+    monkeypatch.setattr(rules, "PIECE", 16)  # of which the model has several, and a rest
+    ran = []
+    original = native.NativeCode.repeat
+    monkeypatch.setattr(
+        native.NativeCode, "repeat", lambda *a, **kw: ran.append(kw["parts"]) or original(*a, **kw)
+    )
+    fast = simulate(algo, task, executor=partial(ThreadsExecutor, compile=True), **options)
+    assert set(ran) == {len(plain.x) // 16}
+    assert torch.equal(fast.x, plain.x)
+    for one, other in zip(fast.clients, plain.clients, strict=True):
+        assert all(map(torch.equal, one, other))
+
+
+class Count(NamedTuple):
+    k: torch.Tensor
+
+
+class Counting(fadamgc.FedAvg):
+    """Steps that become shorter: the client counts them."""
+
+    def begin(self, down, client, g=None):
+        return Count(torch.zeros((), dtype=down.x.dtype))
+
+    def direction(self, down, client, local, g):
+        return g / (1 + local.k), Count(local.k + 1)
+
+
+def test_what_is_not_a_vector_changes_once_a_step(monkeypatch):
+    monkeypatch.setattr(rules, "PIECE", 7)
+    one, other = (
+        simulate(Counting(), class_task(), executor=e, dtype=torch.float64) for e in ("loop", "threads")
+    )
+    torch.testing.assert_close(other.x, one.x, rtol=1e-12, atol=1e-13)
 
 
 def test_memory_is_used_again_once_nothing_refers_to_it():

@@ -40,7 +40,7 @@ def make_executor(
 ) -> Executor:
     """An executor by name ("auto", "loop", "threads", "vectorized"), or by a factory of the caller's.
 
-    ``compiled`` is what an interrupted run did, for the one executor whose last bits depend on it.
+    ``compiled`` is what an interrupted run did, because the last bits depend on it.
     """
     if callable(choice):
         return choice(problem)
@@ -50,6 +50,8 @@ def make_executor(
         known = ["auto", *EXECUTORS]
         hint = nearest(str(choice), known)
         raise InputError(f"executor={choice!r} is not known{hint}; known are {', '.join(known)}")
+    if choice == "threads":
+        return ThreadsExecutor(problem, plan, compile=compiled)
     if choice == "vectorized":
         return VectorizedExecutor(problem, plan, compile=compiled)
     return EXECUTORS[choice](problem, plan)

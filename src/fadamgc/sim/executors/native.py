@@ -100,12 +100,13 @@ void run_part(const Arguments& a, int64_t part) {
 
 extern "C" int32_t fadamgc_repeat(int64_t n, char** data, const int64_t* ndim, const int64_t* dims,
                                   const int32_t* dtype, const int64_t* step, const int64_t* part,
-                                  int64_t steps, int64_t parts, char* message, int64_t room) {
+                                  int64_t steps, int64_t parts, int64_t threads, char* message,
+                                  int64_t room) {
   const Arguments arguments{n, data, ndim, dims, dtype, step, part, steps};
-  std::vector<std::string> errors(parts);
+  std::vector<std::string> errors(threads);
   auto run = [&](int64_t i) {
     try {
-      run_part(arguments, i);
+      for (int64_t part = i; part < parts; part += threads) run_part(arguments, part);
     } catch (const std::exception& error) {
       errors[i] = std::string("failed: ") + error.what();
     } catch (...) {
@@ -113,7 +114,7 @@ extern "C" int32_t fadamgc_repeat(int64_t n, char** data, const int64_t* ndim, c
     }
   };
   std::vector<std::thread> others;
-  for (int64_t i = 1; i < parts; ++i)
+  for (int64_t i = 1; i < threads; ++i)
     others.emplace_back([&run, i] {
       at::set_num_threads(1);  // of this thread, whose own would otherwise be as many as there are cores
       run(i);
@@ -155,21 +156,27 @@ class Code:
         self.function(*tensors)
 
     def repeat(
-        self, fixed: Sequence[Tensor], state: Sequence[Tensor], series: Sequence[Tensor], parts: int = 1
+        self,
+        fixed: Sequence[Tensor],
+        state: Sequence[Tensor],
+        series: Sequence[Tensor] = (),
+        parts: int = 1,
+        threads: int = 1,  # noqa: ARG002
     ) -> None:
-        """A step for each entry of the series, along their first dimension.
+        """A step for each entry of the series, along their first dimension; one step if there are none.
 
         Args:
             fixed: arguments that are the same in each part and step.
             state: arguments that have a row for each lane, and so may be cut into parts.
             series: arguments of each step, (steps, lanes, ...).
-            parts: into how many equal parts the lanes are cut; each may have a thread of its own.
+            parts: into how many equal parts the lanes are cut.
+            threads: among how many threads the parts are dealt out, where that is possible.
         """
         lanes = len(state[0]) // parts
         for first in range(0, lanes * parts, lanes):
             own = [t[first : first + lanes] for t in state]
-            for entries in zip(*(t[:, first : first + lanes] for t in series), strict=True):
-                self(*fixed, *own, *entries)
+            for k in range(len(series[0]) if series else 1):
+                self(*fixed, *own, *(t[k, first : first + lanes] for t in series))
 
 
 class PythonCode(Code):
@@ -193,12 +200,17 @@ class NativeCode(Code):
 
     def __call__(self, *tensors: Tensor) -> None:
         """One step."""
-        self._run(tensors, [0] * len(tensors), [0] * len(tensors), 1, 1)
+        self._run(tensors, [0] * len(tensors), [0] * len(tensors))
 
     def repeat(
-        self, fixed: Sequence[Tensor], state: Sequence[Tensor], series: Sequence[Tensor], parts: int = 1
+        self,
+        fixed: Sequence[Tensor],
+        state: Sequence[Tensor],
+        series: Sequence[Tensor] = (),
+        parts: int = 1,
+        threads: int = 1,
     ) -> None:
-        """A step for each entry of the series, all parts at once."""
+        """A step for each entry of the series; one step if there are none."""
         lanes, same = len(state[0]) // parts, [0] * len(fixed)
         step = [*same, *(0 for _ in state), *(t.stride(0) * t.element_size() for t in series)]
         part = [
@@ -207,9 +219,17 @@ class NativeCode(Code):
             *(lanes * t.stride(1) * t.element_size() for t in series),
         ]
         first = [*fixed, *(t[:lanes] for t in state), *(t[0, :lanes] for t in series)]
-        self._run(first, step, part, len(series[0]), parts)
+        self._run(first, step, part, len(series[0]) if series else 1, parts, min(threads, parts))
 
-    def _run(self, first: Sequence[Tensor], step: list[int], part: list[int], steps: int, parts: int) -> None:
+    def _run(
+        self,
+        first: Sequence[Tensor],
+        step: list[int],
+        part: list[int],
+        steps: int = 1,
+        parts: int = 1,
+        threads: int = 1,
+    ) -> None:
         given = [(t.dtype, t.shape, t.stride()) for t in first]
         if given != self._layouts:
             raise ValueError(f"code for tensors {self._layouts} cannot run on {given}")
@@ -225,6 +245,7 @@ class NativeCode(Code):
             (ctypes.c_int64 * n)(*part),
             ctypes.c_int64(steps),
             ctypes.c_int64(parts),
+            ctypes.c_int64(threads),
             message,
             ctypes.c_int64(len(message)),
         )

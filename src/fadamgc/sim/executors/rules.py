@@ -1,7 +1,8 @@
 """An algorithm's rules on long vectors: in place, piece by piece, in memory that is used again.
 
 The rules of an algorithm are a dozen passes over vectors of millions of numbers. Where each number depends
-only on those at its own place, all passes are done over a short piece at a time, or compiled into one.
+only on those at its own place, all passes are done over a short piece at a time, or compiled into one, for
+a piece as well: such code is the same for all large models.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from fadamgc.algorithm import AnyAlgorithm
 from fadamgc.sim.executors.graphs import liftable, lifted, pointwise, record
-from fadamgc.sim.executors.native import compiled
+from fadamgc.sim.executors.native import Code, compiled
 
 PIECE = 1 << 15  # numbers of a vector that go through all rules at once, so that they stay in the cache
 
@@ -26,7 +27,7 @@ class Rules:
 
     Args:
         algorithm: whose rules.
-        compile: whether a step becomes machine code, which changes no bit.
+        compile: whether a step becomes machine code, if that can be had.
         vectors: where memory comes from.
     """
 
@@ -34,8 +35,10 @@ class Rules:
         self.algorithm, self.compile, self.vectors = algorithm, compile, vectors
         self.names = liftable(algorithm) if compile else ()
         self.hyper = [torch.tensor(float(getattr(algorithm, n)), dtype=torch.float64) for n in self.names]
-        self.graph: Callable[..., Any] | None = None
-        self.pieces = False
+        self._code: Code | None = None  # of a step
+        self._step: Callable[..., Any] | None = None  # the same, not compiled
+        self._pieces = False
+        self.failed = False  # to become machine code
         self.lock = threading.Lock()
         self._by_pieces: dict[Any, bool] = {}
 
@@ -61,14 +64,28 @@ class Rules:
         """``x`` and ``local`` after one step with gradient ``g``."""
         tensors = [*self.hyper, *down, *client, x, *local, g]
         with self.lock:
-            if self.graph is None:
-                self._make(Shape(len(self.hyper), down, client, local), tensors)
-        assert self.graph is not None
-        if not self.pieces:
-            self.graph(*tensors)
+            if self._step is None:
+                self._make(Shape(len(self.hyper), down, client, local), tensors, x)
+        assert self._step is not None
+        if not self._pieces:
+            (self._code or self._step)(*tensors)
             return
-        for first in range(0, len(x), PIECE):
-            self.graph(*_piece(tensors, x, first))
+        if self._code is None:
+            for first in range(0, len(x), PIECE):
+                self._step(*_piece(tensors, x, first))
+            return
+        fixed = [t for t in tensors if t.shape != x.shape]
+        long = [t for t in tensors if t.shape == x.shape]
+        whole = len(x) // PIECE * PIECE
+        self._code.repeat(fixed, [t[:whole].view(-1, PIECE) for t in long], parts=whole // PIECE)
+        if whole < len(x):
+            rows = [torch.zeros(1, PIECE, dtype=t.dtype) for t in long]
+            for row, t in zip(rows, long, strict=True):
+                row[0, : len(x) - whole] = t[whole:]
+            self._code(*fixed, *rows)
+            for row, t in zip(rows, long, strict=True):
+                if any(t is changed for changed in (x, *local)):  # the others may be for reading only
+                    t[whole:] = row[0, : len(x) - whole]
 
     def finish(self, down: Any, client: Any, local: Any, x: Tensor, K: int, tracked: bool) -> tuple[Any, Any]:
         """What the client keeps and what it sends; ``x`` may be used again."""
@@ -124,7 +141,7 @@ class Rules:
         same = at.get(piece.data_ptr())
         return self.vectors.like(x, piece.dtype) if same is None else same
 
-    def _make(self, shape: Shape, tensors: list[Tensor]) -> None:
+    def _make(self, shape: Shape, tensors: list[Tensor], x: Tensor) -> None:
         def pure(*tensors: Tensor) -> list[Tensor]:
             hyper, down, client, x, local, g = shape.fill(tensors)
             algo = self.algorithm
@@ -139,13 +156,22 @@ class Rules:
                 old.copy_(new)
             return []
 
-        few = [t[:8] if t.shape == shape.of(tensors).shape else t for t in tensors]
-        self.pieces = pointwise(record(pure, few))
-        self.graph = in_place
+        few = [t[:8] if t.shape == x.shape else t for t in tensors]
+        each = all(t.shape == x.shape for t in shape.fill(tensors)[4])  # else a piece would change it for all
+        self._pieces = len(x) > PIECE and each and pointwise(record(pure, few))
         if self.compile:
-            code = compiled(record(in_place, tensors), tensors)
-            if code.machine:
-                self.graph, self.pieces = code, False
+            places = list(range(len(tensors)))
+            if self._pieces:
+                places.sort(key=lambda i: tensors[i].shape == x.shape)  # vectors last, as in a step
+                tensors = [tensors[i] for i in places]
+                tensors = [t[:PIECE].view(1, PIECE) if t.shape == x.shape else t for t in tensors]
+
+            def in_order(*given: Tensor) -> list[Tensor]:
+                return in_place(*(given[places.index(i)] for i in range(len(given))))
+
+            code = compiled(record(in_order, tensors), tensors)
+            self._code, self.failed = (code, False) if code.machine else (None, True)
+        self._step = in_place
 
 
 def _piece(tensors: Sequence[Tensor], x: Tensor, first: int) -> list[Tensor]:
@@ -169,11 +195,6 @@ class Shape(NamedTuple):
         x = next(rest)
         local = type(self.local)(*(next(rest) for _ in self.local))
         return hyper, down, client, x, local, next(rest)
-
-    def of(self, tensors: Sequence[Tensor]) -> Tensor:
-        """x among the tensors."""
-        x: Tensor = self.fill(tensors)[3]
-        return x
 
 
 class Vectors:

@@ -24,6 +24,7 @@ from fadamgc.errors import InputError
 from fadamgc.sim.cores import single_threads
 from fadamgc.sim.executors.base import Job, Plan, Result
 from fadamgc.sim.executors.loop import failure
+from fadamgc.sim.executors.native import compiler
 from fadamgc.sim.executors.rules import Rules, Vectors
 from fadamgc.sim.problem import Problem
 from fadamgc.sim.sampling import FORWARD, torch_seed
@@ -39,7 +40,8 @@ class ThreadsExecutor:
         problem: the task as functions. Jobs may belong to other problems of the same model and loss.
         plan: how large the run is.
         workers: threads; None is as many as torch has, one for each core unless told otherwise.
-        compile: whether the rules become machine code, which changes no bit; None is where it pays.
+        compile: whether the rules become machine code, which may change last bits (its square roots are
+            exact, torch's are not); None is where it pays.
     """
 
     name = "threads"
@@ -63,7 +65,7 @@ class ThreadsExecutor:
                 and problem.flat.d >= LARGE
                 and plan.rounds * plan.sampled * plan.steps >= MANY
             )
-        self.compile = compile
+        self._compile = compile and compiler() is not None
         self._rules: dict[AnyAlgorithm, Rules] = {}
         self._vectors = Vectors()
         self._lock = threading.Lock()
@@ -71,6 +73,11 @@ class ThreadsExecutor:
         for _ in range(self.workers):
             self._places.put(Place(problem))
         self._pool = single_threads(self.workers)
+
+    @property
+    def compiled(self) -> bool:
+        """Whether rules are machine code."""
+        return self._compile and not any(rules.failed for rules in self._rules.values())
 
     def run(self, jobs: Sequence[Job]) -> Iterator[Result]:
         """Carry out the jobs; results come as they are ready."""
@@ -112,7 +119,7 @@ class ThreadsExecutor:
 
     def _rules_of(self, algorithm: AnyAlgorithm) -> Rules:
         if algorithm not in self._rules:
-            self._rules[algorithm] = Rules(algorithm, self.compile, self._vectors)
+            self._rules[algorithm] = Rules(algorithm, self._compile, self._vectors)
         return self._rules[algorithm]
 
 

@@ -294,7 +294,8 @@ class VectorizedExecutor:
             lambda: (given.lanes(some), state.lanes(some), batches.lanes(some).at(0)),
         )
         fixed, rows = front[: len(given.fixed)], front[len(given.fixed) :]
-        code.repeat(fixed, [*rows, *tensors], series, parts=len(state.x) // lanes)
+        parts = len(state.x) // lanes
+        code.repeat(fixed, [*rows, *tensors], series, parts, threads=parts)
         return state
 
     def _batches(self, jobs: list[Job], each: NDArray[np.int64]) -> Iterator[Batch]:
