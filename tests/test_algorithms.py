@@ -92,7 +92,7 @@ def test_local_adam_by_hand():
     reset = fadamgc.LocalAdam(eta_l=0.5, beta1=0.5, beta2=0.75, eps=1.0, moments="reset")
     state, _, x, _ = local_round(reset, reset.init_server(vec(1)), client, [vec(4)])
     same(x, 1 - 0.5 * 2 / (2 + 1))
-    same(state.v, 4)
+    assert state is client  # nothing of a round is kept
 
 
 def test_fedavg_m_by_hand():

@@ -317,6 +317,7 @@ def test_rules_in_pieces_are_the_rules(name, monkeypatch):
         options |= {"sampled": None, "tracked": None}
     whole = simulate(algo, task, **options)
     monkeypatch.setattr(rules, "PIECE", 7)
+    monkeypatch.setattr(rules, "WIDE", 11)
     cut = simulate(algo, task, **options)
     assert torch.equal(cut.x, whole.x)
     for one, other in zip(cut.clients, whole.clients, strict=True):
@@ -359,6 +360,7 @@ class Counting(fadamgc.FedAvg):
 
 def test_what_is_not_a_vector_changes_once_a_step(monkeypatch):
     monkeypatch.setattr(rules, "PIECE", 7)
+    monkeypatch.setattr(rules, "WIDE", 11)
     one, other = (
         simulate(Counting(), class_task(), executor=e, dtype=torch.float64) for e in ("loop", "threads")
     )
@@ -387,6 +389,7 @@ class Normalised(fadamgc.FedAvg):
 
 def test_rules_that_look_at_whole_vectors_are_not_cut(monkeypatch):
     monkeypatch.setattr(rules, "PIECE", 7)
+    monkeypatch.setattr(rules, "WIDE", 11)
     one, *others = (
         simulate(Normalised(), class_task(), executor=e, dtype=torch.float64)
         for e in ("loop", "threads", "vectorized")

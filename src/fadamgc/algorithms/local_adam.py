@@ -99,7 +99,8 @@ class LocalAdam(Algorithm[Server, Down, Client, Local, Up]):
     def finish(
         self, down: Down, client: Client, local: Local, x: Tensor, K: Steps, tracked: Flag
     ) -> tuple[Client, Up]:
-        return Client(local.v, local.v_hat), Up(dx=x - down.x)
+        kept = client if self.moments == "reset" else Client(local.v, local.v_hat)
+        return kept, Up(dx=x - down.x)
 
     def aggregate(self, server: Server, total: Up, cohort: Cohort) -> Server:
         return Server(server.x + self.eta_g * (total.dx / cohort.S))

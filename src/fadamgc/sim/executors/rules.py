@@ -19,7 +19,8 @@ from fadamgc.algorithm import AnyAlgorithm
 from fadamgc.sim.executors.graphs import liftable, lifted, pointwise, record
 from fadamgc.sim.executors.native import Code, compiled
 
-PIECE = 1 << 15  # numbers of a vector that go through all rules at once, so that they stay in the cache
+PIECE = 1 << 15  # numbers of a vector that go through a step's rules at once, so that they stay in the cache
+WIDE = 1 << 17  # and through the rules of a round, which are few: threads wait for Python at every piece
 
 
 class Rules:
@@ -72,7 +73,7 @@ class Rules:
             return
         if self._code is None:
             for first in range(0, len(x), PIECE):
-                self._step(*_piece(tensors, x, first))
+                self._step(*_piece(tensors, x, first, PIECE))
             return
         fixed = [t for t in tensors if t.shape != x.shape]
         long = [t for t in tensors if t.shape == x.shape]
@@ -115,7 +116,7 @@ class Rules:
         with self.lock:
             if kind not in self._by_pieces:
                 few = [t[:8] if t.shape == x.shape else t for t in tensors]
-                self._by_pieces[kind] = len(x) > PIECE and pointwise(record(function, few))
+                self._by_pieces[kind] = len(x) > WIDE and pointwise(record(function, few))
         at = {t.data_ptr(): t for t in shared if t.shape == x.shape}
         if not self._by_pieces[kind]:
             given = {t.untyped_storage().data_ptr() for t in tensors}
@@ -125,13 +126,13 @@ class Rules:
                 for t in new
             ]
         results: list[Tensor] = []
-        for first in range(0, len(x), PIECE):
-            pieces = function(*_piece(tensors, x, first))
+        for first in range(0, len(x), WIDE):
+            pieces = function(*_piece(tensors, x, first, WIDE))
             if not results:
                 results = [self._place(t, x, at) for t in pieces]
             for result, piece in zip(results, pieces, strict=True):
                 if result.ndim and result.data_ptr() not in at:
-                    result[first : first + PIECE].copy_(piece)
+                    result[first : first + WIDE].copy_(piece)
         return results
 
     def _place(self, piece: Tensor, x: Tensor, at: dict[int, Tensor]) -> Tensor:
@@ -174,8 +175,8 @@ class Rules:
         self._step = in_place
 
 
-def _piece(tensors: Sequence[Tensor], x: Tensor, first: int) -> list[Tensor]:
-    return [t[first : first + PIECE] if t.shape == x.shape else t for t in tensors]
+def _piece(tensors: Sequence[Tensor], x: Tensor, first: int, size: int) -> list[Tensor]:
+    return [t[first : first + size] if t.shape == x.shape else t for t in tensors]
 
 
 class Shape(NamedTuple):
