@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -174,6 +175,42 @@ def steps(rounds: int = 500) -> dict[str, float]:
     return {"round_ms": 1e3 * median(whole), "compiled_steps_ms": 1e3 * median(inside[rounds // 5 :])}
 
 
+def rules(repeats: int = 30) -> dict[str, Any]:
+    """Milliseconds of an algorithm's rules in one step, compiled, on two threads at once."""
+    import torch
+
+    import fadamgc
+    from fadamgc.algorithm import example
+    from fadamgc.sim.cores import single_threads
+    from fadamgc.sim.executors.rules import Rules, Vectors
+    from workers.ours import ALGORITHMS
+    from workloads import WORKLOADS
+
+    found: dict[str, Any] = {}
+    for name in ("cnn", "resnet18"):
+        x = torch.nn.utils.parameters_to_vector(WORKLOADS[name].make_model(0).parameters()).detach()
+        for algorithm in ALGORITHMS:
+            algo = fadamgc.make_algorithm(algorithm)
+            code, kinds = Rules(algo, True, Vectors()), example(algo, x)
+
+            def work(code: Rules = code, kinds: Any = kinds, x: torch.Tensor = x) -> float:
+                own, g = x.clone(), torch.randn_like(x)
+                local = code.begin(kinds.down, kinds.client, None, own)
+                seconds = []
+                for _ in range(repeats):
+                    began = time.perf_counter()
+                    code.step(kinds.down, kinds.client, own, local, g)
+                    seconds.append(time.perf_counter() - began)
+                return median(seconds)
+
+            work()
+            pool = single_threads(2)
+            pair = [pool.submit(work) for _ in range(2)]
+            found[f"{name} {algorithm} ms"] = 1e3 * max(future.result() for future in pair)
+            pool.shutdown()
+    return found
+
+
 def sweep(rounds: int, seeds: int = 4, workers: int = 2) -> dict[str, Any]:
     """Runs of FAdamGC on digits, seeds times step sizes, in one call; twice, as the first one compiles."""
     import fadamgc
@@ -229,10 +266,11 @@ def machine() -> dict[str, Any]:
 
 
 PROBES: dict[str, Callable[..., Any]] = {
-    f.__name__: f for f in (imports, sgemm, flops, scale, memory, steps, sweep, machine)
+    f.__name__: f for f in (imports, sgemm, flops, scale, memory, steps, rules, sweep, machine)
 }
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))  # also when it is run by its path
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("probe", choices=list(PROBES))
     arguments.add_argument("keywords", nargs="?", default="{}", help="arguments of the probe, as JSON")
