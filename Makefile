@@ -6,10 +6,10 @@ OUT    ?= out/compare
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test bench check format clean
+.PHONY: help install demo test test-e2e results bench check format clean
 
 help:  ## Show this list
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
 install: $(VENV)/.installed  ## Make the virtual environment and install everything into it
 
@@ -26,6 +26,12 @@ demo: install  ## Compare the seven methods of the paper on digits; results in o
 
 test: install  ## Run all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
+
+test-e2e: install  ## Run the tests with a real SuperLink and SuperNodes, on loopback
+	$(BIN)/python -m pytest tests/e2e
+
+results: install  ## Write docs/results.md from the records under results/
+	$(BIN)/python -m fadamgc.experiments.comparison results docs/results.md
 
 bench: install  ## Measure beside a bare loop, pfl and Flower (over an hour; nothing else should run)
 	$(BIN)/python benchmarks/bench.py

@@ -9,46 +9,19 @@ import torch
 
 import fadamgc
 from fadamgc import CostModel
+from fadamgc.experiments.paper import MAIN, METHODS
 from fadamgc.sim.cost import Traffic, Work, traffic
 from problems import class_task
 
-# The paper's main table: rounds and minutes to the target accuracy.
-METHODS = ("fedavg_m", "scaffold_m", "fedadam", "fedams", "local_adam", "fa_nt", "fadamgc")
-PAPER = {
-    "CIFAR-10": (
-        (1014.5, 544.3, 2532.5, 2388.8, 589.5, 394.8, 310.0),
-        (182.6, 157.8, 303.9, 286.7, 70.7, 82.7, 65.1),
-    ),
-    "CIFAR-100": (
-        (998.5, 621.8, 1854.0, 1654.0, 678.3, 530.3, 323.8),
-        (179.7, 180.3, 222.5, 198.5, 81.4, 111.4, 68.0),
-    ),
-    "TinyImageNet": (
-        (215.5, 242.2, 543.2, 463.5, 177.3, 157.0, 66.3),
-        (38.8, 70.2, 65.2, 55.6, 21.3, 33.0, 13.9),
-    ),
-    "20NewsGroups": (
-        (245.5, 214.0, 247.0, 224.5, 156.8, 155.0, 143.3),
-        (34.4, 35.1, 31.6, 28.7, 20.1, 22.6, 20.9),
-    ),
-    "QNLI": (
-        (171.3, 162.5, 137.5, 145.0, 117.0, 99.8, 55.5),
-        (24.8, 27.4, 18.2, 19.2, 15.5, 15.0, 8.4),
-    ),
-    "QQP": (
-        (316.5, 299.0, 245.3, 267.8, 213.0, 196.3, 63.0),
-        (76.7, 79.6, 56.5, 61.7, 49.1, 48.7, 15.6),
-    ),
-}
 # Numbers that travel for one model, and seconds of local training in a round (docs/readings.md).
 # Images: ResNet-18, 3.60 s for one model at 100 Mbps. Language: the LoRA part of GPT-2.
 SETTINGS = {
-    "CIFAR-10": (11_250_000, 0.0),
-    "CIFAR-100": (11_250_000, 0.0),
-    "TinyImageNet": (11_250_000, 0.0),
-    "20NewsGroups": (2_250_000, 6.25),
-    "QNLI": (2_312_500, 6.47),
-    "QQP": (2_218_750, 12.4),
+    "main-cifar10": (11_250_000, 0.0),
+    "main-cifar100": (11_250_000, 0.0),
+    "main-tinyimagenet": (11_250_000, 0.0),
+    "main-20news": (2_250_000, 6.25),
+    "main-qnli": (2_312_500, 6.47),
+    "main-qqp": (2_218_750, 12.4),
 }
 S, K = 10, 60
 
@@ -62,18 +35,18 @@ def round_seconds(name: str, dataset: str) -> float:
     return CostModel(down_mbps=100, up_mbps=100, seconds_per_step=compute / K).seconds(work)
 
 
-@pytest.mark.parametrize("dataset", PAPER)
+@pytest.mark.parametrize("dataset", SETTINGS)
 @pytest.mark.parametrize("name", [name for name in METHODS if name != "scaffold_m"])
 def test_the_papers_rounds_give_the_papers_minutes(dataset, name):
-    rounds, minutes = (row[METHODS.index(name)] for row in PAPER[dataset])
+    rounds, minutes = MAIN[dataset].rounds[name][0], MAIN[dataset].minutes[name][0]
     # The paper prints one decimal: half of it is not the model's.
     assert rounds * round_seconds(name, dataset) / 60 == pytest.approx(minutes, rel=0.02, abs=0.05)
 
 
-@pytest.mark.parametrize("dataset", ["CIFAR-10", "CIFAR-100", "TinyImageNet"])
+@pytest.mark.parametrize("dataset", ["main-cifar10", "main-cifar100", "main-tinyimagenet"])
 def test_scaffold_m_costs_more_than_the_paper_says(dataset):
     """Five vectors travel; the paper's minutes imply 4.83, which nothing in it explains."""
-    rounds, minutes = (row[METHODS.index("scaffold_m")] for row in PAPER[dataset])
+    rounds, minutes = MAIN[dataset].rounds["scaffold_m"][0], MAIN[dataset].minutes["scaffold_m"][0]
     assert rounds * round_seconds("scaffold_m", dataset) / 60 == pytest.approx(minutes * 5 / 4.83, rel=0.01)
 
 

@@ -6,16 +6,18 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import errno
 import json
 import math
 import re
 import statistics
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from fadamgc import CostModel, InputError
+from fadamgc import CostModel, InputError, files
 from fadamgc.data import digits
 from fadamgc.errors import FadamgcError
 from fadamgc.experiments import build, pool
@@ -412,6 +414,43 @@ def test_what_cannot_run_is_refused_before_any_work(tmp_path):
     with pytest.raises(InputError, match="workers=0"):
         run_spec(spec_of(TINY), tmp_path / "new", workers=0)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_disk_without_room_is_named_before_any_work(tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=20_000))
+    with pytest.raises(
+        InputError, match=r"is on a disk with 20 kB free; the runs need about \d+ kB .*to keep"
+    ):
+        run_spec(spec_of(TINY), tmp_path / "out", workers=1)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_disk_that_fills_up_loses_no_finished_run(tmp_path, monkeypatch):
+    original, room = files.write_atomic, 2
+
+    def write(path: Path, data: bytes) -> None:
+        nonlocal room
+        if path.name == "run.json":
+            if not room:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            room -= 1
+        original(path, data)
+
+    monkeypatch.setattr(files, "write_atomic", write)
+    with pytest.raises(FadamgcError, match="No space left on device; what was finished is saved: make room"):
+        run_spec(spec_of(TINY), tmp_path, workers=1, quiet=True)
+    assert sum(job.saved() is not None for job in plan(spec_of(TINY), tmp_path)) == 2
+    room = 2  # no more than what is missing
+    assert run_spec(spec_of(TINY), tmp_path, workers=1, quiet=True, resume=True) == ()
+    assert all(job.saved() for job in plan(spec_of(TINY), tmp_path))
+
+
+def test_where_there_is_no_terminal_lines_say_how_long_it_will_take(tmp_path, capsys):
+    run_spec(spec_of(TINY), tmp_path, workers=1)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 4
+    assert all(re.search(r"; about \d+ s left$", line) for line in lines[:-1])
+    assert "left" not in lines[-1]
 
 
 def test_a_run_that_diverges_does_not_stop_the_others(tmp_path):

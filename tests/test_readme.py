@@ -16,6 +16,7 @@ import torch
 import fadamgc
 from fadamgc.algorithm import example
 from fadamgc.algorithms import algorithm_class
+from fadamgc.experiments import comparison
 from fadamgc.experiments.reading import preset
 from fadamgc.experiments.report import markdown
 from fadamgc.experiments.results import read_results
@@ -98,6 +99,12 @@ def test_versions_agree():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["version"] == fadamgc.__version__
     assert f"## {fadamgc.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_results_page_is_made_from_the_records():
+    """docs/results.md is what ``make results`` writes."""
+    page = ROOT / "docs" / "results.md"
+    assert comparison.page(ROOT / "results", page) == page.read_text()
 
 
 def test_the_results_are_those_of_the_saved_runs():

@@ -275,13 +275,13 @@ def test_halving_tries_a_few_points_for_long_and_many_for_a_short_time(tmp_path)
         "search": "halving",
     }
     spec = spec.replace("tune", **grid)
-    assert rungs(spec.tune) == [2, 6, 18]
+    assert rungs(spec.tune) == [6, 18]
     found = tune(spec, tmp_path, workers=1, quiet=True)
     frame = found.to_pandas()
     for label in ("LocalAdam", "FAdamGC"):
         own = frame[frame["method"] == label]
         assert len(own) == 12
-        assert sorted(own["rounds_tried"]) == [2] * 8 + [6] * 2 + [18] * 2
+        assert sorted(own["rounds_tried"]) == [6] * 8 + [18] * 4
         assert own[own["chosen"]]["rounds_tried"].tolist() == [18]
     again = tune(spec, tmp_path, workers=1, quiet=True, resume=True)
     assert again.spec == found.spec

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import signal
 import sys
 import time
-from functools import partial
 from importlib.metadata import version
 from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich.console import Console
-from rich.status import Status
 from typer.core import TyperGroup
 
+from fadamgc.console import DataRoot, say, terminal, use_data
+from fadamgc.data.commands import app as data_app
 from fadamgc.errors import FadamgcError, InputError
+from fadamgc.flower.commands import app as federation_app
 
 if TYPE_CHECKING:
     from fadamgc.experiments.results import Results
@@ -42,20 +41,20 @@ class Commands(TyperGroup):
             from fadamgc.experiments.runner import Interrupted
 
             if isinstance(error, Interrupted):
-                _say(str(error))
+                say(str(error))
                 raise typer.Exit(INTERRUPTED) from None
             for line in str(error).splitlines():
-                _say(f"error: {line}")
+                say(f"error: {line}")
             raise typer.Exit(BAD_INPUT) from None
         except OSError as error:
             where = f"{error.filename}: " if error.filename else ""
-            _say(f"error: {where}{error.strerror or error}")
+            say(f"error: {where}{error.strerror or error}")
             raise typer.Exit(BAD_INPUT) from None
         except MemoryError:
-            _say("error: there is not enough memory for this; make the task smaller or use fewer --workers")
+            say("error: there is not enough memory for this; make the task smaller or use fewer --workers")
             raise typer.Exit(BAD_INPUT) from None
         except KeyboardInterrupt:
-            _say("stopped")
+            say("stopped")
             raise typer.Exit(INTERRUPTED) from None
 
 
@@ -119,17 +118,10 @@ Workers = Annotated[
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress, only the results.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Keep the finished runs in the folder and go on.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the experiment in the folder.")]
-DataRoot = Annotated[
-    Path | None,
-    typer.Option(
-        "--data-root", help="Folder of the data sets.", show_default="FADAMGC_DATA, or a cache folder"
-    ),
-]
 Track = Annotated[
     str,
     typer.Option(help="Watch the runs with tensorboard or mlflow, or both, separated by a comma."),
 ]
-DataName = Annotated[str | None, typer.Argument(help="A data set.", show_default=False)]
 Tune = Annotated[
     bool,
     typer.Option("--tune", help="Choose the step sizes anew from the spec's grid first; takes much longer."),
@@ -200,7 +192,7 @@ def run(
     """
     from fadamgc.experiments.reading import load_spec
 
-    _use_data(data_root)
+    use_data(data_root)
     _use_trackers(track)
     chosen = _adjusted(load_spec(spec), seed, seeds, rounds, methods)
     folder = out or Path("out") / Path(chosen.name).name
@@ -245,19 +237,23 @@ def reproduce(
     - `fadamgc reproduce main-cifar10 --data-root ~/data`
     - `fadamgc reproduce heterogeneity --scale laptop --seeds 2 --resume`
     """
-    from fadamgc.experiments.study import load_study
-    from fadamgc.experiments.summary import Entry, write_summary
+    from fadamgc.experiments.report import write_study_report
+    from fadamgc.experiments.runner import duration
+    from fadamgc.experiments.study import load_study, write_study
 
-    _use_data(data_root)
+    use_data(data_root)
     _use_trackers(track)
     study = load_study(name, scale)
     folder = out or Path("out") / f"{name}-{scale}"
-    entries: dict[str, Entry] = {}
+    single, began = len(study.cells) == 1, time.perf_counter()
+    if not single:
+        write_study(study, folder)
     steps: dict[str, dict[str, Any]] = {}
     for number, cell in enumerate(study.ordered(), start=1):
-        single = len(study.cells) == 1
         if not single:
-            _say(f"{study.name}: {cell.name} ({number} of {len(study.cells)})")
+            spent = time.perf_counter() - began
+            left = f"; about {duration(spent * study.left(number - 1))} left" if number > 1 else ""
+            say(f"{study.name}: {cell.name} ({number} of {len(study.cells)}{left})")
         spec = _adjusted(cell.spec, None, seeds, rounds, methods)
         if steps:
             chosen = tuple(m.with_(**steps[m.label]) if m.label in steps else m for m in spec.methods)
@@ -266,17 +262,15 @@ def reproduce(
         searching = (not given if tune is None else tune) and spec.tune is not None and not steps
         at = folder if single else folder / spec.name
         results = _experiment(spec, at, searching, workers, quiet, resume, overwrite)
-        entries[cell.name] = Entry(cell.name, results, cell.value, cell.group)
         if study.tune_on == cell.name:
             keys = ("eta_l", "eta_g")
             steps = {
                 m.label: {key: m.hyperparameters[key] for key in keys if key in m.hyperparameters}
                 for m in results.spec.methods
             }
-    if len(study.cells) > 1:
-        every = [entries[cell.name] for cell in study.cells]
-        for path in write_summary(folder, every, study.title, study.axis):
-            _say(str(path))
+    if not single:
+        for path in write_study_report(folder):
+            say(str(path))
 
 
 @app.command()
@@ -303,12 +297,12 @@ def tune(
     from fadamgc.experiments.reading import load_spec
     from fadamgc.experiments.runner import only_one
 
-    _use_data(data_root)
+    use_data(data_root)
     chosen = _adjusted(load_spec(spec), None, None, None, methods)
     folder = out or Path("out") / Path(chosen.name).name
     with only_one(folder):
         _tuned(chosen, folder, workers, quiet, resume, overwrite)
-    _console().print(f"{folder / 'tuned.toml'}, {folder / 'tuning.csv'}", highlight=False, soft_wrap=True)
+    terminal().print(f"{folder / 'tuned.toml'}, {folder / 'tuning.csv'}", highlight=False, soft_wrap=True)
 
 
 @app.command("list")
@@ -318,12 +312,12 @@ def list_() -> None:
 
     from fadamgc.algorithms import algorithm_class, algorithms
     from fadamgc.experiments.reading import preset, presets
-    from fadamgc.experiments.spec import TASKS, DigitsTask
+    from fadamgc.experiments.spec import RUNNABLE, DigitsTask
     from fadamgc.experiments.study import studies
     from fadamgc.sim.cost import traffic
     from fadamgc.sim.executors import EXECUTORS
 
-    console = _console()
+    console = terminal()
     table = Table(
         title="Algorithms: vectors of the model's size between the server and one client in a round"
     )
@@ -343,7 +337,7 @@ def list_() -> None:
         console.print(f"\npreset [bold]{name}[/]: {preset(name).title}", highlight=False)
     for title, names in (
         ("to reproduce", studies()),
-        ("tasks", TASKS),
+        ("tasks", RUNNABLE),
         ("partitions", DigitsTask.PARTITION),
         ("executors", ("auto", *EXECUTORS)),
     ):
@@ -392,8 +386,9 @@ def report(
     - `fadamgc report out/compare --down-mbps 10 --up-mbps 1 --per-round slowest`
     - `fadamgc report out/main-cifar10-laptop out/main-cifar100-laptop --out out/both`
     """
-    from fadamgc.experiments.report import write_report, write_reports
+    from fadamgc.experiments.report import write_report, write_reports, write_study_report
     from fadamgc.experiments.runner import SPEC, read_spec
+    from fadamgc.experiments.study import read_study
 
     every: list[Path] = []
     for folder in folders:
@@ -411,11 +406,35 @@ def report(
         )
         cost = spec.cost.model()
         _show(write_report(folder, cost), folder)
-    if len(every) > 1:
-        priced = any(v is not None for v in (down_mbps, up_mbps, seconds_per_step, latency, per_round))
+    priced = any(v is not None for v in (down_mbps, up_mbps, seconds_per_step, latency, per_round))
+    for folder in folders:
+        if read_study(folder) is not None:
+            for path in write_study_report(folder, cost if priced else None):
+                say(str(path))
+    if len(folders) > 1 or (len(every) > 1 and read_study(folders[0]) is None):
         common = out or Path("out/report")
         write_reports(every, common, cost if priced else None)
-        _console().print(f"{common / 'report.html'}", highlight=False, soft_wrap=True)
+        terminal().print(f"{common / 'report.html'}", highlight=False, soft_wrap=True)
+
+
+@app.command()
+def keep(
+    folder: Annotated[
+        Path,
+        typer.Argument(help="A folder that `compare`, `run` or `reproduce` has written.", show_default=False),
+    ],
+    to: Annotated[Path, typer.Argument(help="Where to copy it.", show_default=False)],
+) -> None:
+    """Copy an experiment's records, tables and figures, without weights: small enough for git.
+
+    `fadamgc report` makes the rest again from the copy.
+
+    Example: `fadamgc keep out/main-cifar10-laptop results/main-cifar10`
+    """
+    from fadamgc.experiments.report import keep as copy
+
+    total = copy(folder, to)
+    say(f"{to}: {total / 1e6:.1f} MB")
 
 
 @app.command()
@@ -467,7 +486,7 @@ def partition(
         save_label_picture(labels.counts, out, title=f"{labels.note} (seed {seed})")
     except OSError as error:
         raise InputError(f"out={str(out)!r} cannot be written: {error.strerror}") from None
-    console = _console()
+    console = terminal()
     console.print(labels.note, highlight=False)
     for what, values in (("samples a client", sizes), ("labels a client", held)):
         console.print(
@@ -477,128 +496,8 @@ def partition(
     console.print(f"picture: {out}", highlight=False, soft_wrap=True)
 
 
-# Data sets
-
-
-data_app = typer.Typer(
-    no_args_is_help=True,
-    rich_markup_mode="markdown",
-    help="Which data sets are known, where they are, and whether they are complete.",
-)
 app.add_typer(data_app, name="data")
-
-
-@data_app.command("list")
-def data_list(data_root: DataRoot = None) -> None:
-    """Show the data sets that are known, and which of them are there."""
-    from rich.table import Table
-
-    from fadamgc.data.sources import SOURCES, data_root_from, files_of
-    from fadamgc.data.sources import data_root as root
-
-    _use_data(data_root)
-    table = Table(title=f"Data sets in {root()} ({data_root_from()})", title_justify="left")
-    for title in ("name", "what", "classes", "train / test rows when complete", "there"):
-        table.add_column(title, no_wrap=title in ("name", "there"))
-    for source in SOURCES.values():
-        there = 0
-        for split in source.splits:
-            try:
-                files_of(source, split)
-                there += 1
-            except InputError:
-                continue
-        train, test = source.rows
-        said = ("no", "one part", "yes")[there]
-        table.add_row(source.name, source.kind, f"{source.classes}", f"{train:,} / {test:,}", said)
-    table.add_row("digits", "pictures", "10", "1,437 / 360", "always")
-    _console().print(table)
-
-
-@data_app.command("path")
-def data_path(name: DataName = None, data_root: DataRoot = None) -> None:
-    """Print the data root, or the folder of one data set."""
-    from fadamgc.data.sources import data_root as root
-    from fadamgc.data.sources import source
-
-    _use_data(data_root)
-    print(root() if name is None else root() / source(name).name)
-
-
-@data_app.command("check")
-def data_check(
-    names: Annotated[
-        list[str] | None, typer.Argument(help="Data sets.", show_default="all that are there")
-    ] = None,
-    data_root: DataRoot = None,
-) -> None:
-    """Read data sets from end to end: counts, classes, means. Pictures are decoded, once.
-
-    Examples:
-
-    - `fadamgc data check`
-    - `fadamgc data check cifar10 --data-root ~/data`
-    """
-    from fadamgc.data.check import check
-    from fadamgc.data.sources import SOURCES, files_of, source
-    from fadamgc.data.sources import data_root as root
-
-    _use_data(data_root)
-    console = _console()
-    chosen = [source(name) for name in names or ()]
-    for known in () if names else SOURCES.values():
-        try:
-            files_of(known, known.splits[0])
-            chosen.append(known)
-        except InputError:
-            continue
-    if not chosen:
-        raise InputError(f"there is no data set in {root()}; `fadamgc data list` shows which are known")
-    problems = []
-    for known in chosen:
-        try:
-            with Console(stderr=True).status(known.name) as status:
-                parts = check(known, partial(_reading, status, known.name))
-        except InputError as error:
-            problems.append(str(error))
-            console.print(f"{known.name}: damaged or missing", highlight=False)
-            continue
-        for split, part in parts.items():
-            whole = "complete" if part.rows == part.complete else f"of {part.complete:,}"
-            line = (
-                f"{known.name} {split}: {part.rows:,} rows ({whole}), {part.classes} of {known.classes} "
-                f"classes, {part.least:,} to {part.most:,} a class"
-            )
-            if part.mean:
-                mean, std = (", ".join(f"{v:.4f}" for v in values) for values in (part.mean, part.std))
-                line += f", mean {mean}, std {std}"
-            console.print(line, highlight=False, soft_wrap=True)
-    if problems:
-        raise InputError("\n".join(problems))
-
-
-@data_app.command("get")
-def data_get(
-    name: Annotated[str, typer.Argument(help="A data set.", show_default=False)], data_root: DataRoot = None
-) -> None:
-    """Download a data set from the Hugging Face hub into the data root."""
-    from fadamgc.data.sources import get, source
-
-    _use_data(data_root)
-    folder = get(source(name), _say)
-    _console().print(f"{folder}", highlight=False, soft_wrap=True)
-
-
-def _reading(status: Status, name: str, split: str, rows: int) -> None:
-    status.update(f"{name} {split}: {rows:,} rows")
-
-
-def _use_data(root: Path | None) -> None:
-    """Look for data in this folder, here and in the processes that are started from here."""
-    if root is not None:
-        if not root.is_dir():
-            raise InputError(f"data_root={str(root)!r} is no folder; give the folder of the data sets")
-        os.environ["FADAMGC_DATA"] = str(root.resolve())
+app.add_typer(federation_app, name="federation")
 
 
 def _use_trackers(names: str) -> None:
@@ -631,7 +530,7 @@ def _experiment(
     from fadamgc.experiments.runner import check, only_one, plan, run_spec
 
     began = time.perf_counter()
-    check(plan(spec, out))  # before a folder is made
+    check(plan(spec, out), workers)  # before a folder is made
     with only_one(out):
         if tune:
             spec = _tuned(spec, out, workers, quiet, resume, overwrite)
@@ -654,7 +553,7 @@ def _tuned(spec: Spec, out: Path, workers: int | None, quiet: bool, resume: bool
     from fadamgc.experiments.tune import grid_of, tune, tune_jobs
 
     check_workers(workers)
-    check(tune_jobs(spec, grid_of(spec), out))
+    check(tune_jobs(spec, grid_of(spec), out), workers)
     if resume:
         check_same(spec, out, tuned=True)
     prepare(out, resume, overwrite)
@@ -662,16 +561,16 @@ def _tuned(spec: Spec, out: Path, workers: int | None, quiet: bool, resume: bool
     tuned = tune(spec, out, workers, quiet, resume)
     for method in tuned.spec.methods:
         chosen = ", ".join(f"{key}={method.hyperparameters[key]:g}" for key in ("eta_l", "eta_g"))
-        _say(f"tuned {method.label}: {chosen}")
+        say(f"tuned {method.label}: {chosen}")
     for note in tuned.notes:
-        _say(f"note: {note}")
+        say(f"note: {note}")
     return tuned.spec
 
 
 def _show(results: Results, folder: Path, seconds: float | None = None) -> None:
     from fadamgc.experiments.report import rich_table
 
-    console = _console()
+    console = terminal()
     console.print(rich_table(results))
     if results.missing:
         console.print(f"{results.missing} runs of the spec are not there", highlight=False)
@@ -683,13 +582,3 @@ def _show(results: Results, folder: Path, seconds: float | None = None) -> None:
 def _refuse(failures: tuple[Failure, ...]) -> None:
     if failures:
         raise FadamgcError("\n".join(f"{failure.job}: {failure.error}" for failure in failures))
-
-
-def _console() -> Console:
-    """Standard output; where it is no terminal, wide enough not to break a table."""
-    console = Console()
-    return console if console.is_terminal else Console(width=120)
-
-
-def _say(message: str) -> None:
-    print(message, file=sys.stderr)

@@ -82,7 +82,7 @@ SOURCES = {
             *("glue/qqp", "texts", _GLUE, ("train", "validation"), ("question1", "question2"), "label"),
             *(2, (363_846, 40_430), 0, "qqp"),
         ),
-        Source("uci_har", "signals", None, ("train", "test"), ("x",), "y", 6, (7_352, 2_947)),
+        Source("uci_har", "signals", None, ("train", "test"), ("x",), "y", 6, (7_715, 2_584)),
     )
 }
 

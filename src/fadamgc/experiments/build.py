@@ -16,6 +16,7 @@ from fadamgc.data.sources import source
 from fadamgc.data.synthetic import Synthetic, linear_regression, quadratics
 from fadamgc.errors import InputError
 from fadamgc.experiments.spec import (
+    CustomTask,
     DigitsTask,
     HarTask,
     LabelledTask,
@@ -63,15 +64,20 @@ def build_task(spec: TaskSpec, seed: int, validation: float = 0.0) -> Task:
         case HarTask():
             return _har(spec, seed, validation)
         case QuadraticsTask():
-            problem = quadratics(spec.clients, spec.dim, seed, spec.condition, spec.spread)
-            return _least_squares(problem, seed, "quadratics")
+            return _least_squares(synthetic(spec, seed), seed, "quadratics", spec.measure)
         case LinearRegressionTask():
-            problem = linear_regression(
-                spec.clients, spec.dim, spec.samples, seed, spec.heterogeneity, spec.noise
-            )
-            return _least_squares(problem, seed, "linear regression")
+            return _least_squares(synthetic(spec, seed), seed, "linear regression", spec.measure)
+        case CustomTask():
+            raise InputError("[task] data='custom' is a program's own; its runs can be reported on, not run")
         case _:
             assert_never(spec)
+
+
+def synthetic(spec: QuadraticsTask | LinearRegressionTask, seed: int) -> Synthetic:
+    """The problem of one run."""
+    if isinstance(spec, QuadraticsTask):
+        return quadratics(spec.clients, spec.dim, seed, spec.condition, spec.spread)
+    return linear_regression(spec.clients, spec.dim, spec.samples, seed, spec.heterogeneity, spec.noise)
 
 
 def partition(spec: LabelledTask, labels: Tensor, seed: int) -> Partition:
@@ -180,8 +186,8 @@ def _half_squared_error(output: Tensor, target: Tensor) -> Tensor:
     return 0.5 * (output - target).square().mean()
 
 
-def _least_squares(problem: Synthetic, seed: int, name: str) -> Task:
-    """A linear model; its metric is f(w) - f(w*), computed without cancellation.
+def _least_squares(problem: Synthetic, seed: int, name: str, measure: str) -> Task:
+    """A linear model; its metric is f(w) - f(w*) or |grad f(w)|^2, computed without cancellation.
 
     The test data are all the clients' data, scaled so that their mean squared error is the mean of
     the clients' own, whatever their sizes.
@@ -195,8 +201,12 @@ def _least_squares(problem: Synthetic, seed: int, name: str) -> Task:
     def excess(output: Tensor, target: Tensor) -> Tensor:  # noqa: ARG001
         return _half_squared_error(output, best.to(output))
 
+    def gradient(output: Tensor, target: Tensor) -> Tensor:  # noqa: ARG001
+        return (X_all.to(output).T @ (output - best.to(output)) / N).square().sum()
+
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = nn.Linear(problem.dim, 1, bias=False)
     test = (X_all, Y_all)
-    return Task(model, _half_squared_error, problem.clients, test, metric=excess, goal="min", name=name)
+    metric = excess if measure == "excess" else gradient
+    return Task(model, _half_squared_error, problem.clients, test, metric=metric, goal="min", name=name)

@@ -85,12 +85,16 @@ class Job:
             "validation": self.validation,
         }
 
-    def check(self) -> None:
-        """Refuse what cannot run, without running it."""
+    def check(self) -> Space:
+        """Refuse what cannot run, without running it; how much room it needs on disk."""
         run = self.run
         executor = "loop" if run.executor == "auto" else run.executor  # made in no time
-        dry = replace(self, run=run.model_copy(update={"rounds": 0, "executor": executor}))
-        dry.simulate()
+        dry = replace(self, run=run.model_copy(update={"rounds": 0, "executor": executor})).simulate()
+        sampled = run.sampled or dry.clients.n
+        taking_part = min(dry.clients.n, run.rounds * sampled)
+        states = _bytes(dry.server) + taking_part * _bytes(dry.clients.initial)
+        # A checkpoint that is replaced is there until the new one is.
+        return Space(record=run.rounds * (300 + 60 * sampled), checkpoint=2 * states)
 
     def simulate(self) -> Run:
         """Run it on its own, and keep nothing."""
@@ -152,6 +156,17 @@ class Job:
         return run if run.settings.get("job") == self.identity() else None
 
 
+class Space(NamedTuple):
+    """Bytes that a job takes on disk, about."""
+
+    record: int  # for good
+    checkpoint: int  # while it runs
+
+
+def _bytes(state: Any) -> int:
+    return sum(t.numel() * t.element_size() for t in state)
+
+
 class Outcome(NamedTuple):
     """How a job ended."""
 
@@ -189,9 +204,15 @@ def execute(jobs: Sequence[Job], on_round: Callable[[int], bool]) -> list[Outcom
         outcomes[i] = Outcome(len(run.history), run.history[-1].test_metric)
 
     share = Share()
-    with torch.inference_mode(False):
-        started = [job.start(partial(callback, i), share.makers) for i, job in enumerate(jobs)]
-        advance(started, finished=finished)
+    try:
+        with torch.inference_mode(False):
+            started = [job.start(partial(callback, i), share.makers) for i, job in enumerate(jobs)]
+            advance(started, finished=finished)
+    except OSError as error:  # a full disk, most likely; the last checkpoints are still there
+        raise FadamgcError(
+            f"{jobs[0].folder.parent} cannot be written: {error.strerror or error}; what was finished is "
+            "saved: make room and go on with --resume"
+        ) from error
     return [outcomes[i] for i in range(len(jobs))]
 
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from fadamgc.algorithms import algorithm_class, make_algorithm
 from fadamgc.errors import InputError, nearest
 from fadamgc.experiments.spec import (
+    RUNNABLE,
     TASKS,
     CostSpec,
     MethodSpec,
@@ -119,12 +120,12 @@ def _spec(tables: dict[str, Any]) -> Spec:
 
 def _task(table: dict[str, Any]) -> TaskSpec:
     if "data" not in table:
-        raise InputError(f"[task] needs the key 'data', one of {', '.join(map(repr, TASKS))}")
+        raise InputError(f"[task] needs the key 'data', one of {', '.join(map(repr, RUNNABLE))}")
     data = table["data"]
     if data not in TASKS:
-        hint = nearest(str(data), TASKS)
+        hint = nearest(str(data), RUNNABLE)
         raise InputError(
-            f"[task] data={data!r} is not accepted; it must be one of {', '.join(map(repr, TASKS))}{hint}"
+            f"[task] data={data!r} is not accepted; it must be one of {', '.join(map(repr, RUNNABLE))}{hint}"
         )
     return make_section(TASKS[data], table, f"[task] with data='{data}'")
 

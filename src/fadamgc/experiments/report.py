@@ -23,8 +23,10 @@ from fadamgc.experiments.results import (
     read_results,
     rows,
 )
-from fadamgc.experiments.runner import PARTITION
+from fadamgc.experiments.runner import PARTITION, RUNS, SPEC
+from fadamgc.experiments.study import STUDY, SavedCell, SavedStudy, read_study
 from fadamgc.experiments.summary import Entry, latex, write_summary
+from fadamgc.experiments.theory import write_bounds
 from fadamgc.files import write_atomic
 from fadamgc.sim.cost import CostModel
 
@@ -35,7 +37,6 @@ def write_report(folder: str | Path, cost: CostModel | None = None) -> Results:
     results = read_results(folder, cost)
     table = curves(results)
     lines = mean_curves(results, table)
-    picture = folder / PARTITION
     try:
         write_atomic(folder / "results.csv", _summary(results).to_csv(index=False).encode())
         write_atomic(folder / "results.md", markdown(results).encode())
@@ -49,29 +50,100 @@ def write_report(folder: str | Path, cost: CostModel | None = None) -> Results:
             drawn = curves_figure(results, lines, axes)
             write_atomic(folder / f"{name}.png", png(drawn))
             write_atomic(folder / f"{name}.svg", svg(drawn))
-        labels = picture.read_bytes() if picture.exists() else None
         title = results.spec.title or results.spec.name
-        write_atomic(folder / "report.html", page(title, [Shown(title, results, labels)]).encode())
+        shown = Shown(title, results, _picture(folder))
+        write_atomic(folder / "report.html", page(title, [shown]).encode())
     except OSError as error:
         raise InputError(f"folder={str(folder)!r} cannot be written: {error.strerror}") from None
     return results
+
+
+def read_entries(folder: Path, study: SavedStudy, cost: CostModel | None = None) -> list[Entry]:
+    """The cells of a study, as far as they have run."""
+    return [
+        Entry(cell.name, read_results(folder / cell.folder, cost), cell.value, cell.group, cell.axis)
+        for cell in _there(folder, study)
+    ]
+
+
+def _cells(folder: Path) -> list[SavedCell]:
+    study = read_study(folder)
+    return [] if study is None else study.cells
+
+
+def _there(folder: Path, study: SavedStudy) -> list[SavedCell]:
+    return [cell for cell in study.cells if (folder / cell.folder / SPEC).is_file()]
+
+
+def write_study_report(folder: str | Path, cost: CostModel | None = None) -> list[Path]:
+    """The tables, the figures and the page of a study with several cells, as far as they have run."""
+    folder = Path(folder)
+    study = read_study(folder)
+    if study is None:
+        raise InputError(f"folder={str(folder)!r} holds no {STUDY}; `fadamgc reproduce` writes one")
+    entries = read_entries(folder, study, cost)
+    shown = [
+        Shown(entry.name, entry.results, _picture(folder / cell.folder))
+        for entry, cell in zip(entries, _there(folder, study), strict=True)
+    ]
+    files = write_summary(folder, entries, study.title, study.axis, study.measures)
+    files += write_bounds(folder, entries)
+    write_atomic(folder / "report.html", page(study.title, shown).encode())
+    return [*files, folder / "report.html"]
 
 
 def write_reports(
     folders: Sequence[str | Path], out: str | Path, cost: CostModel | None = None, title: str | None = None
 ) -> list[Results]:
     """One page and one set of tables for several experiments."""
-    shown = []
-    for folder in map(Path, folders):
-        results = read_results(folder, cost)
-        picture = folder / PARTITION
-        name = results.spec.title or results.spec.name
-        shown.append(Shown(name, results, picture.read_bytes() if picture.exists() else None))
+    shown = [_shown(Path(folder), cost) for folder in folders]
     out = Path(out)
     title = title or ", ".join(one.name for one in shown)
     write_summary(out, [Entry(one.name, one.results) for one in shown], title)
     write_atomic(out / "report.html", page(title, shown).encode())
     return [one.results for one in shown]
+
+
+def _shown(folder: Path, cost: CostModel | None) -> Shown:
+    results = read_results(folder, cost)
+    return Shown(results.spec.title or results.spec.name, results, _picture(folder))
+
+
+def _picture(folder: Path) -> bytes | None:
+    """The picture of who holds which labels."""
+    picture = folder / PARTITION
+    return picture.read_bytes() if picture.exists() else None
+
+
+# What is worth keeping for good: records, tables and a few figures; no weights, no checkpoints, no page.
+KEPT = (
+    *(SPEC, STUDY, PARTITION, "tuning.csv", "tuned.toml", "results.csv", "results.md", "results.tex"),
+    *("curves.png", "summary.csv", "summary.md", "summary.tex", "summary.png"),
+    *("bounds.csv", "bounds.md", "bounds.png"),
+)
+
+
+def keep(folder: str | Path, to: str | Path) -> int:
+    """Copy an experiment or a study so that its report can be made again; the bytes that this took."""
+    folder, to = Path(folder), Path(to)
+    if not (folder / SPEC).is_file() and read_study(folder) is None:
+        raise InputError(
+            f"folder={str(folder)!r} holds no {SPEC} and no {STUDY}; run an experiment there first"
+        )
+    inside = [folder, *(folder / cell.folder for cell in _cells(folder))]
+    found = [path for one in inside for name in KEPT if (path := one / name).is_file()]
+    found += [path for one in inside for path in sorted(one.glob(f"{RUNS}/*/run.json"))]
+    total = 0
+    try:
+        for path in found:
+            target = to / path.relative_to(folder)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            data = path.read_bytes()
+            write_atomic(target, data)
+            total += len(data)
+    except OSError as error:
+        raise InputError(f"to={str(to)!r} cannot be written: {error.strerror}") from None
+    return total
 
 
 def summarise(folder: str | Path, cost: CostModel | None = None) -> pd.DataFrame:

@@ -90,6 +90,7 @@ class Row:
     rounds: Spread
     minutes: Spread
     final: Spread
+    average: Spread  # of the metric over the rounds
     mb_down: float  # a round, all clients together
     mb_up: float
 
@@ -107,9 +108,16 @@ class Row:
             rounds=Spread.of([r for r in rounds if r is not None]),
             minutes=Spread.of([m for m in minutes if m is not None]),
             final=Spread.of([f for f in finals if f is not None]),
+            average=Spread.of([average for run in runs if (average := _average(run)) is not None]),
             mb_down=fmean(r.bytes_down for r in records) / 1e6 if records else math.nan,
             mb_up=fmean(r.bytes_up for r in records) / 1e6 if records else math.nan,
         )
+
+
+def _average(run: Run) -> float | None:
+    """The metric, averaged over the rounds after which it was evaluated; None if it never was."""
+    values = [record.test_metric for record in run.history if record.test_metric is not None]
+    return fmean(values) if values else None
 
 
 def rows(results: Results) -> list[Row]:

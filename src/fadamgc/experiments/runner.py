@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -15,7 +17,15 @@ from rich.progress import Progress as Bars
 
 from fadamgc.errors import FadamgcError, InputError
 from fadamgc.experiments.build import label_counts
-from fadamgc.experiments.pool import Finished, Job, Outcome, Progress, check_workers, run_jobs
+from fadamgc.experiments.pool import (
+    Finished,
+    Job,
+    Outcome,
+    Progress,
+    check_workers,
+    in_groups,
+    run_jobs,
+)
 from fadamgc.experiments.reading import load_spec
 from fadamgc.experiments.spec import Spec
 from fadamgc.files import write_atomic
@@ -81,7 +91,7 @@ def run_spec(
     out = Path(out)
     jobs = plan(spec, out)
     check_workers(workers)
-    check(jobs)
+    check(jobs, workers)
     if resume:
         check_same(spec, out, tuned)
     prepare(out, resume, overwrite)
@@ -90,10 +100,31 @@ def run_spec(
     return carry_out(todo, workers, quiet, done=len(jobs) - len(todo))
 
 
-def check(jobs: Sequence[Job]) -> None:
+def check(jobs: Sequence[Job], workers: int | None = None) -> None:
     """Refuse what cannot run before any work is done; one seed of a method speaks for all."""
-    for job in {job.method.slug: job for job in reversed(jobs)}.values():
-        job.check()
+    space = {slug: job.check() for slug, job in {job.method.slug: job for job in reversed(jobs)}.items()}
+    records = sum(space[job.method.slug].record for job in jobs if not job.folder.exists())
+    at_once = workers or os.cpu_count() or 1
+    checkpoints = max(
+        sum(space[jobs[i].method.slug].checkpoint for i in group) for group in in_groups(jobs, at_once)
+    )
+    need = records + min(at_once, len(jobs)) * checkpoints
+    there = next(parent for parent in jobs[0].folder.parents if parent.exists())
+    free = shutil.disk_usage(there).free
+    if need > free:
+        raise InputError(
+            f"out={str(jobs[0].folder.parent.parent)!r} is on a disk with {_size(free)} free; the runs need "
+            f"about {_size(need)} ({_size(records)} to keep, the rest for checkpoints while they run): make "
+            "room, or give a folder on another disk"
+        )
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
 
 
 def check_same(spec: Spec, out: Path, tuned: bool = False) -> None:
@@ -246,17 +277,31 @@ def _display(jobs: Sequence[Job], quiet: bool, done: int) -> Iterator[tuple[Prog
 
 def _lines(console: Console, jobs: Sequence[Job], done: int) -> Finished:
     total = done + len(jobs)
-    number = done
+    number, rounds, all_rounds = done, 0, sum(job.run.rounds for job in jobs)
+    began = time.monotonic()
 
     def finished(i: int, outcome: Outcome) -> None:
-        nonlocal number
-        number += 1
+        nonlocal number, rounds
+        number, rounds = number + 1, rounds + jobs[i].run.rounds
+        left = (time.monotonic() - began) * (all_rounds - rounds) / rounds
+        more = f"; about {duration(left)} left" if number < total else ""
         metric = jobs[i].task.metric
         value = "" if outcome.metric is None else f", {metric} {outcome.metric:.4g}"
         said = outcome.error or f"{outcome.rounds} rounds{value}"
-        console.print(f"[{number}/{total}] {jobs[i].name}: {said}", markup=False, soft_wrap=True)
+        console.print(f"[{number}/{total}] {jobs[i].name}: {said}{more}", markup=False, soft_wrap=True)
 
     return finished
+
+
+def duration(seconds: float) -> str:
+    """A time in words, for people who wait.
+
+    >>> [duration(s) for s in (8, 100, 4000, 9000)]
+    ['8 s', '2 min', '1.1 h', '2.5 h']
+    """
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 3600 else f"{seconds / 3600:.1f} h"
 
 
 @contextmanager

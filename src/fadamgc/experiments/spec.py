@@ -178,10 +178,20 @@ class HarTask(Section):
     partition: Literal["people"] = "people"
 
 
-class QuadraticsTask(Section):
-    """Quadratics with other curvatures and minimisers for each client; the optimum is known."""
+class LeastSquaresTask(Section):
+    """A problem whose optimum is known."""
 
-    metric: ClassVar[str] = "excess objective"
+    data: str
+    measure: Literal["excess", "gradient"] = "excess"  # f(w) - f(w*), or the squared norm of f's gradient
+
+    @property
+    def metric(self) -> str:
+        """What the measure is called."""
+        return "excess objective" if self.measure == "excess" else "squared gradient norm"
+
+
+class QuadraticsTask(LeastSquaresTask):
+    """Quadratics with other curvatures and minimisers for each client; the optimum is known."""
 
     data: Literal["quadratics"]
     clients: Count = 10
@@ -190,10 +200,8 @@ class QuadraticsTask(Section):
     spread: NonNegative = 1.0
 
 
-class LinearRegressionTask(Section):
+class LinearRegressionTask(LeastSquaresTask):
     """Linear regression with other features and ground truths for each client; the optimum is known."""
-
-    metric: ClassVar[str] = "excess objective"
 
     data: Literal["linear_regression"]
     clients: Count = 10
@@ -203,7 +211,20 @@ class LinearRegressionTask(Section):
     noise: NonNegative = 0.1
 
 
-TaskSpec: TypeAlias = DigitsTask | PicturesTask | HarTask | QuadraticsTask | LinearRegressionTask
+class CustomTask(Section):
+    """A task that a program brought itself, as of a federation: its runs can be read, not made again."""
+
+    data: Literal["custom"]
+    clients: Count
+    measure: str = "accuracy"
+
+    @property
+    def metric(self) -> str:
+        """What the measure is called."""
+        return self.measure
+
+
+TaskSpec: TypeAlias = DigitsTask | PicturesTask | HarTask | QuadraticsTask | LinearRegressionTask | CustomTask
 TASKS: dict[str, type[TaskSpec]] = {
     "digits": DigitsTask,
     "cifar10": PicturesTask,
@@ -212,7 +233,9 @@ TASKS: dict[str, type[TaskSpec]] = {
     "uci_har": HarTask,
     "quadratics": QuadraticsTask,
     "linear_regression": LinearRegressionTask,
+    "custom": CustomTask,
 }
+RUNNABLE = tuple(name for name in TASKS if name != "custom")
 
 
 class RunSpec(Section):

@@ -6,21 +6,26 @@ A study is a TOML file with the sections of a spec and, beside them,
   have a step size for each algorithm,
 - ``[[cell]]``: one spec each, with what differs from the others; ``value`` is where it stands on the axis
   of a figure. Without cells the study is a single spec.
-- ``[study]``: ``axis``, the name of that axis, and ``tune_on``, the cell whose step sizes all cells use.
+- ``[study]``: ``axis``, the name of that axis; ``tune_on``, the cell whose step sizes all cells use; and
+  ``measures``, what tables and figure show.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any, Literal, TypeAlias
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from fadamgc.errors import InputError, nearest
 from fadamgc.experiments.reading import preset, presets, spec_of
 from fadamgc.experiments.spec import Spec
+from fadamgc.experiments.summary import TITLES, TO_TARGET
+from fadamgc.files import write_atomic
 
 Scale: TypeAlias = Literal["laptop", "paper"]
 SCALES: tuple[Scale, ...] = ("laptop", "paper")
@@ -34,6 +39,7 @@ class Cell:
     spec: Spec
     value: float | None = None  # on the axis of a figure
     group: str | None = None  # cells that are drawn together
+    axis: str | None = None  # if theirs is not the study's
 
 
 @dataclass(frozen=True)
@@ -46,10 +52,23 @@ class Study:
     cells: tuple[Cell, ...]
     axis: str | None = None
     tune_on: str | None = None
+    measures: tuple[str, ...] = TO_TARGET
+
+    def left(self, done: int) -> float:
+        """How much of the study is left after some of its ordered cells, as a share of what was done."""
+        work = [_work(cell.spec) for cell in self.ordered()]
+        return sum(work[done:]) / sum(work[:done])
 
     def ordered(self) -> tuple[Cell, ...]:
         """The cells, the one whose step sizes the others use first."""
         return tuple(sorted(self.cells, key=lambda cell: cell.name != self.tune_on))
+
+
+def _work(spec: Spec) -> float:
+    """Client-steps of an experiment; an epoch counts as one."""
+    run = spec.run
+    sampled = run.sampled or spec.task.clients
+    return len(spec.methods) * len(run.seeds) * run.rounds * sampled * (run.local_steps or 1)
 
 
 def studies() -> tuple[str, ...]:
@@ -85,6 +104,60 @@ def parse_study(text: str, source: str, scale: Scale) -> Study:
         raise InputError("\n".join(f"{source}: {line}" for line in lines)) from None
 
 
+# In the folder of a study with several cells: which of them are where.
+
+STUDY = "study.json"
+
+
+class SavedCell(NamedTuple):
+    """A cell of a study in a folder."""
+
+    name: str
+    folder: str
+    value: float | None
+    group: str | None
+    axis: str | None
+
+
+class SavedStudy(NamedTuple):
+    """A study in a folder."""
+
+    name: str
+    title: str
+    scale: str
+    axis: str | None
+    measures: list[str]
+    cells: list[SavedCell]
+
+
+def write_study(study: Study, folder: Path) -> None:
+    """Write down what will be in the folder; another study that is there is not replaced."""
+    cells = [SavedCell(c.name, c.spec.name, c.value, c.group, c.axis)._asdict() for c in study.cells]
+    facts = SavedStudy(study.name, study.title, study.scale, study.axis, list(study.measures), [])
+    there = read_study(folder)
+    if there is not None and (there.name, there.scale) != (study.name, study.scale):
+        raise InputError(
+            f"out={str(folder)!r} holds the study {there.name} at scale {there.scale}; give another folder"
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(folder / STUDY, json.dumps(facts._asdict() | {"cells": cells}, indent=1).encode())
+    except OSError as error:
+        raise InputError(f"out={str(folder)!r} cannot be written: {error.strerror}") from None
+
+
+def read_study(folder: Path) -> SavedStudy | None:
+    """The study in a folder, or None."""
+    path = folder / STUDY
+    if not path.is_file():
+        return None
+    try:
+        facts = json.loads(path.read_bytes())
+        return SavedStudy(**facts | {"cells": [SavedCell(**cell) for cell in facts["cells"]]})
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{path}: not what `fadamgc reproduce` wrote there ({error})") from None
+
+
 def _files() -> dict[str, Any]:
     folder = resources.files("fadamgc.experiments") / "studies"
     return {f.name.removesuffix(".toml"): f for f in folder.iterdir() if f.name.endswith(".toml")}
@@ -98,22 +171,25 @@ def _study(tables: dict[str, Any], scale: Scale) -> Study:
     for cell in cells:
         own = {name: cell.pop(name, {}) for name in SCALES}
         name = cell.pop("name", tables["name"])
-        value, group = cell.pop("value", None), cell.pop("group", None)
+        value, group, axis = (cell.pop(key, None) for key in ("value", "group", "axis"))
         merged = tables
         for more in (at[scale], cell, own[scale]):
             merged = _merged(merged, more)
         if len(cells) > 1:
             merged |= {"name": re.sub(r"[^\w.-]+", "-", name).strip("-"), "title": name}
-        made.append(Cell(name, spec_of(_with_steps(merged)), value, group))
+        made.append(Cell(name, spec_of(_with_steps(merged)), value, group, axis))
     names = [cell.name for cell in made]
     tune_on = facts.get("tune_on")
     if len(set(names)) != len(names):
         raise InputError(f"two cells have the same name: {', '.join(names)}")
     if tune_on is not None and tune_on not in names:
         raise InputError(f"[study] tune_on={tune_on!r} is no cell; it has {', '.join(names)}")
-    return Study(
-        tables["name"], tables.get("title", tables["name"]), scale, tuple(made), facts.get("axis"), tune_on
-    )
+    measures = tuple(facts.get("measures", TO_TARGET))
+    for measure in measures:
+        if measure not in TITLES:
+            raise InputError(f"[study] measures: {measure!r} is not known; known are {', '.join(TITLES)}")
+    title = tables.get("title", tables["name"])
+    return Study(tables["name"], title, scale, tuple(made), facts.get("axis"), tune_on, measures)
 
 
 def _merged(base: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,8 +17,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MEASURES = ("rounds", "minutes")
-TITLES = {"rounds": "Rounds to target", "minutes": "Simulated minutes to target"}
+TO_TARGET = ("rounds", "minutes")
+TITLES = {
+    "rounds": "Rounds to target",
+    "minutes": "Simulated minutes to target",
+    "final": "{metric} at the end",
+    "average": "{metric}, mean over the rounds",
+}
 
 
 class Entry(NamedTuple):
@@ -28,6 +33,7 @@ class Entry(NamedTuple):
     results: Results
     value: float | None = None  # on the axis of a figure
     group: str | None = None  # drawn together
+    axis: str | None = None  # if it is not that of the others
 
 
 def methods_of(entries: Sequence[Entry]) -> list[str]:
@@ -49,7 +55,7 @@ def table(entries: Sequence[Entry]) -> pd.DataFrame:
             "runs_reached": row.reached,
             **{
                 f"{measure}_{part}": getattr(getattr(row, measure), part)
-                for measure in (*MEASURES, "final")
+                for measure in TITLES
                 for part in ("mean", "std")
             },
         }
@@ -59,26 +65,48 @@ def table(entries: Sequence[Entry]) -> pd.DataFrame:
     return pd.DataFrame(lines)
 
 
+def title_of(entries: Sequence[Entry], measure: str) -> str:
+    """What a measure is called."""
+    metrics = list(dict.fromkeys(entry.results.spec.task.metric for entry in entries))
+    title = TITLES[measure].format(metric=" or ".join(metrics))
+    return title[0].upper() + title[1:]
+
+
 class Number(NamedTuple):
     """What a cell of the table shows."""
 
     spread: Spread
     note: str  # where not all seeds reached the target
     best: bool
+    form: str = ".1f"
+
+    @property
+    def mean(self) -> str:
+        """The mean as text."""
+        return f"{self.spread.mean:{self.form}}"
+
+    @property
+    def std(self) -> str:
+        """The standard deviation as text, empty if there is none."""
+        return "" if math.isnan(self.spread.std) else f"{self.spread.std:{self.form}}"
 
 
 def grid(entries: Sequence[Entry], measure: str) -> list[tuple[str, list[Number | None]]]:
     """The table of one measure: an experiment's name, and a number for each method.
 
-    Only a method that reached the target with every seed can be the best.
+    Only a method that reached the target with every seed can be the best; or that finished with every seed,
+    where the measure is the metric itself.
     """
     labels = methods_of(entries)
     lines = []
     for entry in entries:
         found: dict[str, Row] = {row.method.label: row for row in rows(entry.results)}
-        seeds = len(entry.results.spec.run.seeds)
-        whole = [getattr(r, measure).mean for r in found.values() if r.reached == seeds]
-        best = min(whole, default=math.nan)
+        seeds, accuracy = len(entry.results.spec.run.seeds), entry.results.accuracy
+        reach = measure in TO_TARGET
+        whole = [
+            getattr(r, measure).mean for r in found.values() if (r.reached if reach else r.runs) == seeds
+        ]
+        best = (max if accuracy and not reach else min)(whole, default=math.nan)
         line: list[Number | None] = []
         for label in labels:
             row = found.get(label)
@@ -86,24 +114,31 @@ def grid(entries: Sequence[Entry], measure: str) -> list[tuple[str, list[Number 
                 line.append(None)
                 continue
             spread = getattr(row, measure)
-            note = "" if row.reached == row.runs else f"{row.reached}/{row.runs}"
-            line.append(Number(spread, note, row.reached == seeds and spread.mean == best))
+            count, of = (row.reached, row.runs) if reach else (row.runs, seeds)
+            note = "" if count == of else f"{count}/{of}"
+            form = ".1f" if reach else ".1%" if accuracy else ".2e"
+            line.append(Number(spread, note, count == seeds and spread.mean == best, form))
         lines.append((entry.name, line))
     return lines
 
 
-def markdown(entries: Sequence[Entry]) -> str:
+def markdown(entries: Sequence[Entry], measures: Sequence[str] = TO_TARGET) -> str:
     """The tables in Markdown."""
     labels = methods_of(entries)
     parts = []
-    for measure in MEASURES:
-        head = f"| {TITLES[measure]} | " + " | ".join(label.replace("|", "\\|") for label in labels) + " |"
+    for measure in measures:
+        head = (
+            f"| {title_of(entries, measure)} | "
+            + " | ".join(label.replace("|", "\\|") for label in labels)
+            + " |"
+        )
         lines = [head, "|:--" + "|--:" * len(labels) + "|"]
         for name, numbers in grid(entries, measure):
             lines.append(f"| {name} | " + " | ".join(map(_markdown, numbers)) + " |")
         parts.append("\n".join(lines))
+    did = "reached the target" if set(measures) <= set(TO_TARGET) else "finished"
     said = (
-        "Mean ± sample standard deviation over the seeds that reached the target; (k/n): k of n seeds did. "
+        f"Mean ± sample standard deviation over the seeds that {did}; (k/n): k of n seeds did. "
         "Bold: the best of those that always did."
     )
     return "\n\n".join(parts) + f"\n\n{said}\n"
@@ -114,14 +149,12 @@ def _markdown(number: Number | None) -> str:
         return DASH
     if math.isnan(number.spread.mean):
         return f"never ({number.note})"
-    text = f"{number.spread.mean:.1f}"
-    if not math.isnan(number.spread.std):
-        text += f" ± {number.spread.std:.1f}"
+    text = number.mean + (f" ± {number.std}" if number.std else "")
     text = f"**{text}**" if number.best else text
     return f"{text} ({number.note})" if number.note else text
 
 
-def latex(entries: Sequence[Entry]) -> str:
+def latex(entries: Sequence[Entry], measures: Sequence[str] = TO_TARGET) -> str:
     """The tables as one LaTeX tabular (needs booktabs)."""
     labels = methods_of(entries)
     lines = [
@@ -129,10 +162,10 @@ def latex(entries: Sequence[Entry]) -> str:
         r"\toprule",
         "Measure & Data & " + " & ".join(map(_escaped, labels)) + r" \\",
     ]
-    for measure in MEASURES:
+    for measure in measures:
         lines.append(r"\midrule")
         for i, (name, numbers) in enumerate(grid(entries, measure)):
-            cells = [TITLES[measure] if i == 0 else "", _escaped(name), *map(_latex, numbers)]
+            cells = [title_of(entries, measure) if i == 0 else "", _escaped(name), *map(_latex, numbers)]
             lines.append(" & ".join(cells) + r" \\")
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"]) + "\n"
 
@@ -142,9 +175,9 @@ def _latex(number: Number | None) -> str:
         return "--"
     if math.isnan(number.spread.mean):
         return f"never ({number.note})"
-    mean = f"{number.spread.mean:.1f}"
+    mean = _escaped(number.mean)
     mean = rf"\mathbf{{{mean}}}" if number.best else mean
-    std = "" if math.isnan(number.spread.std) else rf" \pm {number.spread.std:.1f}"
+    std = rf" \pm {_escaped(number.std)}" if number.std else ""
     return f"${mean}{std}$" + (f" ({number.note})" if number.note else "")
 
 
@@ -154,18 +187,18 @@ def _escaped(text: str) -> str:
     return text.replace("~", r"\textasciitilde{}").replace("^", r"\textasciicircum{}")
 
 
-def figure(entries: Sequence[Entry], axis: str, title: str) -> Figure:
-    """Rounds and minutes to the target over what the experiments vary."""
+def figure(entries: Sequence[Entry], axis: str, title: str, measures: Sequence[str] = TO_TARGET) -> Figure:
+    """The measures over what the experiments vary."""
     from matplotlib.figure import Figure
 
     groups = list(dict.fromkeys(entry.group for entry in entries))
     made = Figure(figsize=(11, 0.6 + 3.6 * len(groups)), layout="constrained")
     labels = methods_of(entries)
-    for group, panels in zip(groups, made.subplots(len(groups), 2, squeeze=False), strict=True):
+    for group, panels in zip(groups, made.subplots(len(groups), len(measures), squeeze=False), strict=True):
         own = [entry for entry in entries if entry.group == group]
-        for panel, measure in zip(panels, MEASURES, strict=True):
+        for panel, measure in zip(panels, measures, strict=True):
             _draw(panel, own, labels, measure)
-            panel.set_xlabel(axis)
+            panel.set_xlabel(own[0].axis or axis)
             if group is not None:
                 panel.set_title(group, fontsize=10, parse_math=False)
     handles = made.axes[0].get_legend_handles_labels()
@@ -188,8 +221,11 @@ def _draw(panel: Axes, entries: Sequence[Entry], labels: Sequence[str], measure:
             x, mean, bars = zip(*sorted(points), strict=True)
             shade = colour(number, len(labels))
             panel.errorbar(x, mean, yerr=bars, label=label, color=shade, marker="o", capsize=3)
-    panel.set_ylabel(TITLES[measure].lower())
-    panel.set_ylim(bottom=0)
+    panel.set_ylabel(title_of(entries, measure).lower())
+    if measure in TO_TARGET or entries[0].results.accuracy:
+        panel.set_ylim(bottom=0)
+    else:
+        panel.set_yscale("log")
     if values and values[0] > 0 and values[-1] >= 8 * values[0]:
         panel.set_xscale("log")
         panel.set_xticks(values, [f"{v:g}" for v in values])
@@ -199,15 +235,21 @@ def _draw(panel: Axes, entries: Sequence[Entry], labels: Sequence[str], measure:
     panel.spines[["top", "right"]].set_visible(False)
 
 
-def write_summary(folder: Path, entries: Sequence[Entry], title: str, axis: str | None = None) -> list[Path]:
+def write_summary(
+    folder: Path,
+    entries: Sequence[Entry],
+    title: str,
+    axis: str | None = None,
+    measures: Sequence[str] = TO_TARGET,
+) -> list[Path]:
     """The tables of several experiments (CSV, Markdown, LaTeX), and their figure where there is an axis."""
     files = {
         "summary.csv": table(entries).to_csv(index=False).encode(),
-        "summary.md": f"# {title}\n\n{markdown(entries)}".encode(),
-        "summary.tex": latex(entries).encode(),
+        "summary.md": f"# {title}\n\n{markdown(entries, measures)}".encode(),
+        "summary.tex": latex(entries, measures).encode(),
     }
     if axis is not None:
-        drawn = figure(entries, axis, title)
+        drawn = figure(entries, axis, title, measures)
         files |= {"summary.png": png(drawn), "summary.svg": svg(drawn)}
     try:
         folder.mkdir(parents=True, exist_ok=True)

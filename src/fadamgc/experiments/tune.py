@@ -79,13 +79,12 @@ def tune(
     A grid run is evaluated on held-out train data and ends at the target. A run whose updates were
     not finite counts as one that never reached it.
 
-    The search is "full", or "halving": all points for a ninth of the rounds, the best third of them for a
-    third of the rounds, and the best third of those for all. Each method has the same grid and the same
-    chances.
+    The search is "full", or "halving": all points for a third of the rounds, and the best third of them for
+    all. Each method has the same grid and the same chances.
     """
     out = Path(out)
     grid = grid_of(spec)
-    check(tune_jobs(spec, grid, out))
+    check(tune_jobs(spec, grid, out), workers)
     every = list(product(grid.eta_l, grid.eta_g))
     left = {method.label: every for method in spec.methods}
     points: dict[tuple[str, float, float], Point] = {}
@@ -112,7 +111,7 @@ def rungs(grid: TuneSpec) -> list[int]:
     """Rounds that a point is tried for, again and again as long as it does well."""
     if grid.search == "full":
         return [grid.rounds]
-    return sorted({-(-grid.rounds // 9), -(-grid.rounds // 3), grid.rounds})
+    return sorted({-(-grid.rounds // 3), grid.rounds})
 
 
 def grid_of(spec: Spec) -> TuneSpec:

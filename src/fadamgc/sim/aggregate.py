@@ -4,39 +4,62 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fadamgc.algorithm import AnyAlgorithm, Cohort
 from fadamgc.sim.executors import Job, Result
 from fadamgc.sim.problem import Buffers
 
 
 class Sums:
-    """What is averaged over a round's clients beside the algorithm's own messages."""
+    """What is added over a round's clients: the algorithm's messages, and what goes beside them.
 
-    def __init__(self) -> None:
+    Args:
+        weights: of all clients, with mean 1; None where all count the same.
+    """
+
+    def __init__(self, weights: Sequence[float] | None = None) -> None:
+        self.weights = weights
         self.S: float = 0
         self.steps: float = 0
+        self.up: Any = None
         self.losses: list[Tensor] = []
         self.buffers: dict[str, Tensor] = {}
 
-    def add(self, weight: float, steps: int, result: Result) -> None:
-        """Add one client; with weight 1 throughout, S is its plain count."""
+    def add(self, client: int, steps: int, up: Any, buffers: Buffers, loss: Tensor) -> None:
+        """Add one client; without weights, S is their plain count."""
+        weight = 1.0 if self.weights is None else self.weights[client]
+        up = up if self.weights is None else type(up)(*(weight * f for f in up))
+        if self.up is None:
+            self.up = type(up)(*(f.clone() for f in up))
+        else:
+            for f, more in zip(self.up, up, strict=True):
+                f.add_(more)
         self.S += int(weight) if weight == 1 else weight
         self.steps += weight * steps
-        self.losses.append(result.loss)
-        for name, value in result.buffers.items():
+        self.losses.append(loss)
+        for name, value in buffers.items():
             exact = value.double() if value.is_floating_point() else value.long()
             weighted = exact if weight == 1 else exact * weight
             self.buffers[name] = weighted + self.buffers[name] if name in self.buffers else weighted
+
+    def aggregate(self, algorithm: AnyAlgorithm, server: Any, n: int) -> Any:
+        """The server after the round; as it was, if nobody was added."""
+        if self.up is None:
+            return server
+        return algorithm.aggregate(server, self.up, Cohort(n=n, S=self.S, K=self.steps / self.S))
 
     def mean_loss(self) -> float | None:
         """Mean over clients of the mean over local steps."""
         return float(torch.stack(self.losses).double().mean()) if self.losses else None
 
     def mean_buffers(self, like: Buffers) -> Buffers:
-        """Mean over clients; whole numbers (counts of batches) are rounded."""
+        """Mean over clients, whole numbers rounded; as they were, if nobody was added."""
+        if self.up is None:
+            return like
         mean = {name: value / self.S for name, value in self.buffers.items()}
         return {
             name: (mean[name] if value.is_floating_point() else mean[name].round()).to(value.dtype)

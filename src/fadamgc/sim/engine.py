@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from fadamgc.algorithm import Algorithm, AnyAlgorithm, Cohort, stand_in
+from fadamgc.algorithm import Algorithm, AnyAlgorithm, stand_in
 from fadamgc.algorithms import algorithm_name
 from fadamgc.errors import InputError, NonFiniteError
 from fadamgc.sim.aggregate import Sums, finite, in_order
@@ -356,8 +356,7 @@ class Engine:
 
     def _end(self, jobs: Sequence[Job], results: Iterable[Result], staged: dict[int, Any]) -> Record:
         t, settings, problem, algo = self.t + 1, self.settings, self.problem, self.algorithm
-        total: Any = None
-        sums = Sums()
+        sums = Sums(self.weights)
         dropped: list[int] = []
         for result in in_order(results, jobs):
             job = result.job
@@ -366,20 +365,10 @@ class Engine:
                     raise NonFiniteError(job.client, t, first_nonfinite_step(job), "update")
                 dropped.append(job.client)
                 continue
-            weight = 1.0 if self.weights is None else self.weights[job.client]
-            up = result.up if self.weights is None else type(result.up)(*(weight * f for f in result.up))
-            if total is None:
-                total = type(up)(*(f.clone() for f in up))
-            else:
-                for f, more in zip(total, up, strict=True):
-                    f.add_(more)
-            sums.add(weight, len(job.batches.size), result)
+            sums.add(job.client, len(job.batches.size), result.up, result.buffers, result.loss)
             staged[job.client] = self.clients.stage(result.state)
-        server, buffers = self.server, self.buffers
-        if staged:
-            cohort = Cohort(n=problem.n, S=sums.S, K=sums.steps / sums.S)
-            server = algo.aggregate(server, total, cohort)
-            buffers = sums.mean_buffers(self.buffers)
+        server = sums.aggregate(algo, self.server, problem.n)
+        buffers = sums.mean_buffers(self.buffers)
         evaluation: dict[str, float] = {}
         if t % settings.eval_every == 0 or t == settings.rounds:
             evaluation = problem.evaluate(server.x, buffers, settings.seed, t)

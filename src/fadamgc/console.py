@@ -1,0 +1,39 @@
+"""What the commands have in common: where they print, and where they look for data."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from fadamgc.errors import InputError
+
+DataRoot = Annotated[
+    Path | None,
+    typer.Option(
+        "--data-root", help="Folder of the data sets.", show_default="FADAMGC_DATA, or a cache folder"
+    ),
+]
+
+
+def say(message: str) -> None:
+    """Print to the standard error."""
+    print(message, file=sys.stderr)
+
+
+def terminal() -> Console:
+    """Standard output; where it is no terminal, wide enough not to break a table."""
+    console = Console()
+    return console if console.is_terminal else Console(width=120)
+
+
+def use_data(root: Path | None) -> None:
+    """Look for data in this folder, here and in the processes that are started from here."""
+    if root is not None:
+        if not root.is_dir():
+            raise InputError(f"data_root={str(root)!r} is no folder; give the folder of the data sets")
+        os.environ["FADAMGC_DATA"] = str(root.resolve())

@@ -1,0 +1,116 @@
+"""A client's state in a file of its node: replaced in one step, with a digest, for one process at a time."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from fadamgc.errors import CheckpointError, InputError
+from fadamgc.files import has_bundle, make_folder, read_bundle, write_bundle
+from fadamgc.flower.protocol import Kept, RefusedError, Stamp
+
+NAME = "state"
+StateT = TypeVar("StateT", bound=tuple[Tensor, ...])
+
+
+class Keeper:
+    """Where one client of one experiment keeps its state.
+
+    Args:
+        root: the node's folder for states; experiments and clients have folders in it.
+        experiment: name of the experiment. Not the number of a run: a run that is submitted again goes on.
+        client: number of the client.
+    """
+
+    def __init__(self, root: str | Path, experiment: str, client: int) -> None:
+        if not re.fullmatch(r"\w[\w.-]*", experiment):
+            raise InputError(
+                f"experiment={experiment!r} is not accepted; it names a folder: letters, digits, dots and "
+                "dashes, a letter or digit first"
+            )
+        self.experiment, self.client = experiment, client
+        self.folder = Path(root).expanduser() / experiment / f"client-{client}"
+
+    def load(self, kind: type[StateT]) -> Kept:
+        """What is kept; nothing before the first round."""
+        if not has_bundle(self.folder, NAME):
+            return Kept()
+        content, tensors = read_bundle(self.folder, NAME)
+        there = content.get("experiment"), content.get("client")
+        if there != (self.experiment, self.client):
+            raise CheckpointError(
+                f"{self.folder} holds the state of client {there[1]} of experiment {there[0]!r}, not of "
+                f"client {self.client} of {self.experiment!r}"
+            )
+
+        fields: tuple[str, ...] = kind._fields  # type: ignore[attr-defined]
+
+        def state(prefix: str, has: bool) -> Any:
+            if not has:
+                return None
+            try:
+                return kind(*(tensors[f"{prefix}.{field}"] for field in fields))
+            except KeyError as error:
+                raise CheckpointError(
+                    f"{self.folder} holds the state of another algorithm: it has no {error}"
+                ) from None
+
+        pending = content["pending"]
+        return Kept(
+            generation=content["generation"],
+            seen=Stamp(*content["seen"]),
+            committed=Stamp(*content["committed"]),
+            state=state("state", content["has_state"]),
+            pending=None if pending is None else Stamp(*pending),
+            next=state("next", pending is not None),
+        )
+
+    def save(self, kept: Kept) -> None:
+        """Replace what is kept."""
+        tensors: dict[str, Tensor] = {}
+        for prefix, state in (("state", kept.state), ("next", kept.next)):
+            if state is not None:
+                tensors |= {f"{prefix}.{field}": getattr(state, field) for field in state._fields}
+        content = {
+            "experiment": self.experiment,
+            "client": self.client,
+            "generation": kept.generation,
+            "seen": list(kept.seen),
+            "committed": list(kept.committed),
+            "has_state": kept.state is not None,
+            "pending": None if kept.pending is None else list(kept.pending),
+        }
+        write_bundle(self.folder, NAME, content, tensors)
+
+    @contextmanager
+    def only_one(self, seconds: float = 60.0) -> Iterator[None]:
+        """Hold the state: of two processes that work for the same client, the second waits.
+
+        A process that is killed lets go. Where locks are not to be had (Windows), nobody waits.
+        """
+        try:
+            import fcntl
+        except ImportError:
+            yield
+            return
+        make_folder(self.folder)
+        until = time.monotonic() + seconds
+        with open(self.folder / ".lock", "w") as lock:
+            while True:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > until:
+                        raise RefusedError(
+                            "busy",
+                            f"client {self.client} is still at work on another request after {seconds:g} s",
+                        ) from None
+                    time.sleep(0.05)
+            yield

@@ -1,0 +1,336 @@
+"""A federation on this machine: one SuperLink and some SuperNodes on loopback, started and stopped.
+
+Everything is in one folder: logs, certificates and keys, the nodes' states, Flower's own files, and
+``federation.json``, which says what runs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fadamgc.errors import FadamgcError, InputError
+from fadamgc.files import write_atomic
+
+FILE = "federation.json"
+NAME = "local"  # of the federation in Flower's config
+HOST = "127.0.0.1"
+QUIET = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+}
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process that was started, such that another with the same number is not taken for it."""
+
+    name: str
+    pid: int
+    began: str  # as the system has it
+    port: int
+    log: str
+
+    @property
+    def alive(self) -> bool:
+        """Whether it still runs."""
+        return _began(self.pid) == self.began
+
+
+@dataclass(frozen=True)
+class State:
+    """What federation.json says."""
+
+    secure: bool
+    processes: list[Process] = field(default_factory=list)
+
+    @property
+    def alive(self) -> list[Process]:
+        """What runs."""
+        return [process for process in self.processes if process.alive]
+
+
+class Federation:
+    """A local federation in a folder."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder).expanduser().resolve()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """For Flower's commands: its files in the folder, no telemetry, this Python first."""
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+        return os.environ | QUIET | {"FLWR_HOME": str(self.folder / "flwr"), "PATH": path}
+
+    def read(self) -> State:
+        """What was started; nothing if there is no file."""
+        try:
+            plain = json.loads((self.folder / FILE).read_bytes())
+            return State(plain["secure"], [Process(**process) for process in plain["processes"]])
+        except FileNotFoundError:
+            return State(secure=False)
+        except (ValueError, KeyError, TypeError) as error:
+            raise InputError(
+                f"{self.folder / FILE} is not what `fadamgc federation` wrote: {error}"
+            ) from None
+
+    def up(self, nodes: int, secure: bool = False, wait: float = 90.0) -> State:
+        """Start a SuperLink and nodes; they are there when this returns."""
+        if nodes < 1:
+            raise InputError(f"nodes={nodes} is not accepted; it must be a whole number >= 1")
+        if self.read().alive:
+            raise InputError(
+                f"a federation is running in {self.folder}; stop it with `fadamgc federation down`"
+            )
+        for name in ("flower-superlink", "flower-supernode", "flwr"):
+            _command(name)
+        for name in ("flwr", "logs", "states"):
+            (self.folder / name).mkdir(parents=True, exist_ok=True)
+        link, *ports = free_ports(nodes + 1)
+        secrets = _secrets(self.folder / "keys", nodes) if secure else None
+        write_atomic(self.folder / "flwr" / "config.toml", self._config(link, secure).encode())
+        state = State(secure)
+        try:
+            state = self._start(state, "superlink", link, _link_command(link, secrets))
+            _listening(state.processes[0], wait)
+            for i, port in enumerate(ports):
+                if secrets is not None:
+                    self.flwr("supernode", "register", str(secrets / f"node-{i}.pub"), NAME, timeout=wait)
+                state = self._start(
+                    state, f"node {i}", port, self._node_command(i, nodes, link, port, secrets)
+                )
+            for process in state.processes[1:]:
+                _registered(process, wait)
+        except BaseException:
+            self.down()
+            raise
+        return state
+
+    def down(self, wait: float = 10.0) -> int:
+        """Stop everything; how many processes ran."""
+        running = self.read().alive
+        for process in reversed(running):
+            _signal(process, signal.SIGTERM)
+        until = time.monotonic() + wait
+        while any(process.alive for process in running) and time.monotonic() < until:
+            time.sleep(0.1)
+        for process in running:
+            _signal(process, signal.SIGKILL)  # of the whole group, so that nothing it started stays
+        (self.folder / FILE).unlink(missing_ok=True)
+        return len(running)
+
+    def start_again(self, name: str) -> Process:
+        """Start a node again that has died; its state is in its files."""
+        state = self.read()
+        old = next((process for process in state.processes if process.name == name), None)
+        if old is None or old.alive:
+            raise InputError(f"{name!r} cannot be started again: it {'runs' if old else 'is not known'}")
+        nodes = len(state.processes) - 1
+        secrets = self.folder / "keys" if state.secure else None
+        i = int(name.removeprefix("node "))
+        (port,) = free_ports(1)
+        link = state.processes[0].port
+        others = State(state.secure, [process for process in state.processes if process.name != name])
+        return self._start(others, name, port, self._node_command(i, nodes, link, port, secrets)).processes[
+            -1
+        ]
+
+    def flwr(self, *words: str, timeout: float | None = None, show: bool = False) -> str:
+        """Run Flower's own command."""
+        done = subprocess.run(
+            [_command("flwr"), *words],
+            env=self.environment,
+            timeout=timeout,
+            text=True,
+            stdout=None if show else subprocess.PIPE,
+            stderr=None if show else subprocess.STDOUT,
+            check=False,
+        )
+        if done.returncode:
+            raise FadamgcError(f"`flwr {' '.join(words)}` failed:\n{(done.stdout or '').strip()[-2000:]}")
+        return done.stdout or ""
+
+    def run(self, app: str | Path, config: str = "") -> None:
+        """Run a Flower app here, and show what it says until it ends."""
+        if not (Path(app) / "pyproject.toml").is_file():
+            raise InputError(f"app={str(app)!r} is no Flower app: it has no pyproject.toml")
+        words = ["run", str(app), NAME, "--stream", *(["--run-config", config] if config else [])]
+        self.flwr(*words, show=True)
+
+    def _config(self, port: int, secure: bool) -> str:
+        lines = [f"[superlink.{NAME}]", f'address = "{HOST}:{port}"']
+        root = self.folder / "keys" / "ca.crt"
+        lines.append(f'root-certificates = "{root}"' if secure else "insecure = true")
+        return "\n".join(["[superlink]", f'default = "{NAME}"', "", *lines]) + "\n"
+
+    def _node_command(self, i: int, nodes: int, link: int, port: int, secrets: Path | None) -> list[str]:
+        where = self.folder / "states" / f"node-{i}"
+        config = f'partition-id={i} num-partitions={nodes} state-folder="{where}"'
+        words = [_command("flower-supernode"), "--superlink", f"{HOST}:{link}", "--host", HOST]
+        words += ["--port", str(port), "--node-config", config]
+        if secrets is None:
+            return [*words, "--insecure"]
+        return [
+            *words,
+            *("--root-certificates", str(secrets / "ca.crt")),
+            *("--auth-supernode-private-key", str(secrets / f"node-{i}")),
+        ]
+
+    def _start(self, state: State, name: str, port: int, command: Sequence[str]) -> State:
+        log = self.folder / "logs" / f"{name.replace(' ', '-')}.log"
+        with open(log, "ab") as file:
+            started = subprocess.Popen(
+                command,
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
+                cwd=self.folder,
+            )
+        process = Process(name, started.pid, _began(started.pid) or "", port, str(log))
+        state = State(state.secure, [*state.processes, process])
+        write_atomic(self.folder / FILE, json.dumps(asdict(state), indent=1).encode())
+        return state
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of loopback that nobody listens on."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for one in sockets:
+            one.bind((HOST, 0))
+        return [one.getsockname()[1] for one in sockets]
+    finally:
+        for one in sockets:
+            one.close()
+
+
+def _command(name: str) -> str:
+    path = Path(sys.executable).parent / name
+    if not path.exists():
+        raise FadamgcError(f"{name} is not there; install Flower with: pip install 'fadamgc[flower]'")
+    return str(path)
+
+
+def _link_command(port: int, secrets: Path | None) -> list[str]:
+    words = [_command("flower-superlink"), "--host", HOST, "--port", str(port)]
+    if secrets is None:
+        return [*words, "--insecure"]
+    return [
+        *words,
+        *("--ssl-ca-certfile", str(secrets / "ca.crt")),
+        *("--ssl-certfile", str(secrets / "server.crt")),
+        *("--ssl-keyfile", str(secrets / "server.key")),
+        "--enable-supernode-auth",
+    ]
+
+
+def _began(pid: int) -> str | None:
+    """When the process with that number began, or None if there is none."""
+    try:
+        with suppress(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)  # a child that has ended is gone, not merely quiet
+        after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return None if after_name[0] == "Z" else after_name[19]
+    except FileNotFoundError:
+        if Path("/proc/self").exists():
+            return None
+    try:  # no /proc: the number alone has to do
+        os.kill(pid, 0)
+    except OSError:
+        return None
+    return "unknown"
+
+
+def _signal(process: Process, number: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        if number == signal.SIGKILL or process.alive:
+            os.killpg(process.pid, number)
+
+
+def _listening(process: Process, wait: float) -> None:
+    until = time.monotonic() + wait
+    while time.monotonic() < until and process.alive:
+        with suppress(OSError), socket.create_connection((HOST, process.port), timeout=1):
+            return
+        time.sleep(0.1)
+    raise FadamgcError(f"the {process.name} did not start; {_tail(process)}")
+
+
+def _registered(process: Process, wait: float) -> None:
+    """A node is there when it listens for its apps."""
+    _listening(process, wait)
+
+
+def _tail(process: Process) -> str:
+    with suppress(OSError):
+        lines = Path(process.log).read_text(errors="replace").strip().splitlines()
+        return f"{process.log} ends with:\n" + "\n".join(lines[-10:])
+    return f"see {process.log}"
+
+
+def _secrets(folder: Path, nodes: int) -> Path:
+    """A certificate authority, the SuperLink's certificate, a key for each node; what is there stays."""
+    from datetime import UTC, datetime, timedelta
+    from ipaddress import ip_address
+
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.x509.oid import NameOID
+
+    folder.mkdir(parents=True, exist_ok=True)
+    folder.chmod(0o700)
+
+    def write(name: str, data: bytes) -> None:
+        write_atomic(folder / name, data)
+        (folder / name).chmod(0o600)
+
+    def private(key: ec.EllipticCurvePrivateKey, form: serialization.PrivateFormat) -> bytes:
+        return key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
+
+    def certificate(subject: str, issuer: str, key: Any, signer: Any, ca: bool) -> x509.Certificate:
+        now = datetime.now(UTC)
+        builder = (
+            x509.CertificateBuilder()
+            .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, subject)]))
+            .issuer_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, issuer)]))
+            .public_key(key.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - timedelta(days=1))
+            .not_valid_after(now + timedelta(days=365))
+            .add_extension(x509.BasicConstraints(ca=ca, path_length=None), critical=True)
+        )
+        if not ca:
+            names = [x509.DNSName("localhost"), x509.IPAddress(ip_address(HOST))]
+            builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
+        return builder.sign(signer, hashes.SHA256())
+
+    if not (folder / "server.crt").exists():
+        authority, server = (ec.generate_private_key(ec.SECP384R1()) for _ in range(2))
+        root = certificate("fadamgc local federation", "fadamgc local federation", authority, authority, True)
+        own = certificate("localhost", "fadamgc local federation", server, authority, False)
+        write("server.key", private(server, serialization.PrivateFormat.PKCS8))
+        write("ca.crt", root.public_bytes(serialization.Encoding.PEM))
+        write("server.crt", own.public_bytes(serialization.Encoding.PEM))
+    for i in range(nodes):
+        if not (folder / f"node-{i}.pub").exists():
+            key = ec.generate_private_key(ec.SECP384R1())
+            write(f"node-{i}", private(key, serialization.PrivateFormat.OpenSSH))
+            public = key.public_key().public_bytes(
+                serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
+            )
+            write(f"node-{i}.pub", public)
+    return folder

@@ -1,0 +1,180 @@
+"""A Flower ServerApp for every algorithm: which one, and how, is in the app's config.
+
+The keys of ``[tool.flwr.app.config]``, with dashes:
+
+- ``algorithm`` and its hyperparameters by their own names (``eta_l``, ``beta2``, ...)
+- ``clients``, ``rounds``, ``sampled``, ``tracked``, ``local-steps`` or ``local-epochs``, ``batch-size``,
+  ``seed``, ``weights``, ``eval-every``, ``target``: as of ``fadamgc.simulate``
+- ``experiment``: name under which server and clients keep their states
+- ``folder``: where the server keeps its checkpoint and its history
+- ``min-clients``, ``round-timeout``, ``wait-timeout``, ``below-minimum``: when to go on without somebody
+- ``max-update-norm``: updates beyond it are refused
+- ``reset-states``: begin the states of all clients anew
+
+Keys with a dot, such as ``data.alpha``, are the app's own.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
+from torch import nn
+
+from fadamgc.algorithms import algorithm_class, make_algorithm
+from fadamgc.errors import InputError, nearest
+from fadamgc.experiments.pool import Job
+from fadamgc.experiments.runner import RUNS, SPEC
+from fadamgc.experiments.spec import CustomTask, MethodSpec, RunSpec, Spec
+from fadamgc.files import write_atomic
+from fadamgc.flower.coordinator import Coordinator
+from fadamgc.flower.protocol import show_log
+from fadamgc.flower.strategy import Strategy
+from fadamgc.sim.run import Record
+from fadamgc.sim.settings import Settings
+from fadamgc.task import Loss, Pair, Task
+
+log = logging.getLogger("fadamgc")
+
+SETTINGS = (
+    *("rounds", "sampled", "tracked", "local-steps", "local-epochs", "batch-size", "seed", "weights"),
+    *("eval-every", "target"),
+)
+OTHERS = {
+    "algorithm": "fadamgc",
+    "clients": 3,
+    "experiment": "experiment",
+    "folder": "",
+    "min-clients": 1,
+    "round-timeout": 600.0,
+    "wait-timeout": 300.0,
+    "below-minimum": "fail",
+    "max-update-norm": 0.0,
+    "reset-states": False,
+}
+
+ServerSide = tuple[nn.Module, Loss, Pair]
+
+
+def server_app(load: Callable[[Context], Task | ServerSide]) -> ServerApp:
+    """A ServerApp that runs the algorithm its config names.
+
+    Args:
+        load: gives model, loss and (inputs, targets) to test on, from Flower's context; or a Task, for
+            another metric than accuracy. The clients of the task are not looked at.
+    """
+    app = ServerApp()
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        show_log()
+        given = load(context)
+        if not isinstance(given, Task):
+            model, loss, test = given
+            given = Task(model, loss, [test], test)
+        federate(grid, given, dict(context.run_config))
+
+    return app
+
+
+def federate(grid: Grid, task: Task, config: Mapping[str, Any]) -> Coordinator:
+    """Run a federation as its config says, and write its history as an experiment that can be reported on."""
+    values = read_config(config)
+    coordinator = make_coordinator(task, values)
+    assert coordinator.store is not None
+    folder = coordinator.store
+
+    def on_round(record: Record) -> None:
+        value = "" if record.test_metric is None else f", {record.test_metric:.4g} on the test data"
+        missing = f", without {list(record.dropped)}" if record.dropped else ""
+        log.info("round %d of %d%s%s", record.round, coordinator.settings.rounds, value, missing)
+        write_history(coordinator, folder)
+
+    strategy = Strategy(
+        coordinator,
+        round_timeout=float(values["round-timeout"]),
+        wait_timeout=float(values["wait-timeout"]),
+        below_minimum=values["below-minimum"],
+        on_round=on_round,
+    )
+    strategy.start(grid)
+    log.info("%s: done; `fadamgc report %s` draws it", coordinator.experiment, folder)
+    return coordinator
+
+
+def read_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with defaults; a key that nobody knows is refused."""
+    values = OTHERS | {"rounds": 10} | dict(config)
+    known = {field.name for field in fields(algorithm_class(str(values["algorithm"])))}
+    for key in values:
+        if "." not in key and key not in OTHERS and key not in SETTINGS and key not in known:
+            every = [*OTHERS, *SETTINGS, *known]
+            raise InputError(f"config {key}={values[key]!r} is not known{nearest(key, every)}")
+    return values
+
+
+def make_coordinator(task: Task, values: Mapping[str, Any]) -> Coordinator:
+    """The federation that a config describes, new or from its checkpoint."""
+    name = str(values["algorithm"])
+    own = {field.name for field in fields(algorithm_class(name))}
+    algorithm = make_algorithm(name, **{key: value for key, value in values.items() if key in own})
+    chosen: dict[str, Any] = {k.replace("-", "_"): values[k] for k in SETTINGS if k in values}
+    if "local_steps" not in chosen and "local_epochs" not in chosen:
+        chosen["local_steps"] = 10
+    experiment = str(values["experiment"])
+    return Coordinator(
+        algorithm,
+        task,
+        int(values["clients"]),
+        Settings(**chosen),
+        experiment,
+        Path(str(values["folder"])).expanduser() if values["folder"] else default_folder(experiment),
+        max_norm=float(values["max-update-norm"]) or None,
+        min_clients=int(values["min-clients"]),
+        reset_states=bool(values["reset-states"]),
+    )
+
+
+def default_folder(experiment: str) -> Path:
+    """Where a server keeps an experiment unless it is told."""
+    home = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    return Path(home).expanduser() / "fadamgc" / "servers" / experiment
+
+
+def write_history(coordinator: Coordinator, folder: Path) -> None:
+    """The history so far as an experiment's folder."""
+    c = coordinator
+    s = c.settings
+    metric = c.task.metric if isinstance(c.task.metric, str) else "metric"
+    method = MethodSpec(
+        algorithm=c.identity()["algorithm"],
+        label=c.algorithm.title,
+        hyperparameters=c.identity()["hyperparameters"],
+    )
+    spec = Spec(
+        name=c.experiment,
+        title=f"{c.algorithm.title} on {c.task.name}, {c.n} clients, on Flower",
+        task=CustomTask(data="custom", clients=c.n, measure=metric),
+        run=RunSpec(
+            rounds=s.rounds,
+            sampled=s.sampled,
+            tracked=s.tracked,
+            local_steps=s.local_steps,
+            local_epochs=s.local_epochs,
+            batch_size=s.batch_size,
+            seeds=(s.seed,),
+            target=s.target,
+            eval_every=s.eval_every,
+            weights=s.weights,
+        ),
+        methods=(method,),
+    )
+    job = Job.of(spec, method, s.seed, folder / RUNS / f"{method.slug}-seed{s.seed}")
+    write_atomic(folder / SPEC, spec.to_toml().encode())
+    job.labelled(c.run()).save(job.folder, states=False)

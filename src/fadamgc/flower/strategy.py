@@ -1,0 +1,248 @@
+"""A Flower Strategy for every algorithm, with waiting that ends."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result
+from flwr.serverapp.strategy import Strategy as FlowerStrategy
+
+from fadamgc.errors import FadamgcError, InputError
+from fadamgc.flower.coordinator import Coordinator
+from fadamgc.flower.protocol import RefusedError
+from fadamgc.flower.records import Work, read_hello, read_reply, request_content, to_record
+from fadamgc.sim.run import Record
+
+log = logging.getLogger("fadamgc")
+
+
+class TooFewClientsError(FadamgcError):
+    """There were not enough clients in time."""
+
+
+class Strategy(FlowerStrategy):
+    """Runs a federation's rounds over Flower; what a round is, the coordinator knows.
+
+    Args:
+        coordinator: the state of the federation.
+        round_timeout: seconds that a round waits for replies.
+        wait_timeout: seconds to wait for clients: for all of them before the first round, for as many as a
+            round needs before each.
+        below_minimum: what to do when there are fewer than the coordinator's ``min_clients`` after that:
+            "skip" the round, or "fail".
+        on_round: called with each round's record.
+        poll: seconds between two looks for replies.
+    """
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        round_timeout: float = 600.0,
+        wait_timeout: float = 300.0,
+        below_minimum: Literal["skip", "fail"] = "fail",
+        on_round: Callable[[Record], object] | None = None,
+        poll: float = 0.5,
+    ) -> None:
+        for name, value in (("round_timeout", round_timeout), ("wait_timeout", wait_timeout), ("poll", poll)):
+            if not value > 0:
+                raise InputError(f"{name}={value!r} is not accepted; it must be a number of seconds > 0")
+        if below_minimum not in ("skip", "fail"):
+            raise InputError(f"below_minimum={below_minimum!r} is not accepted; it must be 'skip' or 'fail'")
+        self.coordinator = coordinator
+        self.round_timeout, self.wait_timeout, self.poll = round_timeout, wait_timeout, poll
+        self.below_minimum, self.on_round = below_minimum, on_round
+        self.nodes: dict[int, int] = {}  # the node of each client that has said hello
+        self.silent: set[int] = set()  # clients that owe an answer; not asked until they give one
+        self._hellos: dict[str, tuple[int, float]] = {}  # messages under way: to which node, until when
+        self._asked: dict[str, int] = {}  # messages of this round, and the clients they went to
+
+    # What Flower calls.
+
+    def summary(self) -> None:
+        """Log what runs."""
+        c = self.coordinator
+        log.info(
+            "%s: %d clients, %s sampled, round %d of %d",
+            *(c.algorithm, c.n, c.settings.sampled or "all", c.t + 1, c.settings.rounds),
+        )
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """The requests of the next round. The coordinator has the model, so ``arrays`` are not looked at."""
+        del server_round, arrays, config, grid
+        c = self.coordinator
+        asked = c.ask(self.available)
+        first = c.needs_setup
+        down = {"x": c.problem.x0} if first else c.algorithm.broadcast(c.server)._asdict()
+        return [
+            Message(
+                request_content(Work(a.request, a.tracked, c.algorithm, c.settings, down, dict(c.buffers))),
+                dst_node_id=self.nodes[a.request.client],
+                message_type="train",
+                ttl=self.round_timeout,
+                group_id=str(a.request.stamp.round),
+            )
+            for a in asked
+            if a.request.client in self.nodes
+        ]
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Take in the replies, and close the round."""
+        del server_round
+        c = self.coordinator
+        owing = set(self._asked.values())
+        for message in replies:
+            client = self._asked.get(message.metadata.reply_to_message_id)
+            if client is None:
+                log.warning("a reply to a message that was not sent in this round is not looked at")
+                continue
+            if message.has_error():
+                log.warning("client %d: %s", client, message.error.reason)
+                continue
+            owing.discard(client)
+            try:
+                c.consider(client, read_reply(message.content))
+            except RefusedError as error:
+                log.warning("client %d: %s", client, error)
+        for client in sorted(owing):
+            log.warning("client %d has not answered; it is not asked again until it does", client)
+        self.silent |= owing
+        self._asked = {}
+        if not c.enough:
+            self._too_few(len(c.answered), "have answered")
+        record = c.close()
+        if record is None:
+            return None, None
+        if self.on_round is not None:
+            self.on_round(record)
+        metrics = {
+            k: v for k in ("train_loss", "test_loss", "test_metric") if (v := getattr(record, k)) is not None
+        }
+        return to_record({"x": c.server.x}), MetricRecord(metrics)
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """None: the server evaluates on its own test data."""
+        del server_round, arrays, config, grid
+        return []
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """Nothing to aggregate."""
+        del server_round, replies
+        return None
+
+    def start(self, grid: Grid, *_: Any, **__: Any) -> Result:
+        """Run the rounds that are left. What Flower's own strategies take here comes from the coordinator."""
+        c, result = self.coordinator, Result()
+        self.summary()
+        self._wait(grid, c.n)  # all of them, if they come in time
+        while not c.over():
+            needed = c.n if c.needs_setup else c.min_clients
+            self._wait(grid, needed)
+            t = c.t + 1
+            messages: list[Message] = []
+            if len(self.available) < needed:
+                self._too_few(len(self.available), "are there")
+                c.ask([])
+            else:
+                messages = list(self.configure_train(t, result.arrays, ConfigRecord(), grid))
+            arrays, metrics = self.aggregate_train(t, self._exchange(grid, messages))
+            if arrays is not None:
+                result.arrays = arrays
+            if metrics is not None:
+                result.train_metrics_clientapp[t] = metrics
+        return result
+
+    # Who is there.
+
+    @property
+    def available(self) -> list[int]:
+        """Clients that can be asked."""
+        return sorted(set(self.nodes) - self.silent)
+
+    def look(self, grid: Grid) -> None:
+        """Learn who has come, gone, or answered at last. Does not wait."""
+        there = set(grid.get_node_ids())
+        for client, node in list(self.nodes.items()):
+            if node not in there:
+                log.info("client %d has gone", client)
+                del self.nodes[client]
+                self.silent.discard(client)
+        known = set(self.nodes.values()) - {self.nodes[c] for c in self.silent if c in self.nodes}
+        now = time.monotonic()
+        self._hellos = {
+            i: (node, end) for i, (node, end) in self._hellos.items() if node in there and now < end
+        }
+        waiting = {node for node, _ in self._hellos.values()}
+        asks = [
+            Message(RecordDict(), dst_node_id=node, message_type="query", ttl=self.wait_timeout)
+            for node in sorted(there - known - waiting)
+        ]
+        if asks:
+            nodes = [message.metadata.dst_node_id for message in asks]
+            for identity, node in zip(grid.push_messages(asks), nodes, strict=True):
+                if identity:
+                    self._hellos[identity] = node, now + self.wait_timeout
+        for message in grid.pull_messages(list(self._hellos)) if self._hellos else ():
+            sent = self._hellos.pop(message.metadata.reply_to_message_id, None)
+            if sent is None or message.has_error():
+                continue
+            node = sent[0]
+            try:
+                hello = read_hello(message.content, self.coordinator.n)
+            except RefusedError as error:
+                log.warning("node %d: %s", node, error)
+                continue
+            if self.nodes.get(hello.client) != node:
+                log.info("client %d is node %d, with %d samples", hello.client, node, hello.samples)
+            self.nodes[hello.client] = node
+            self.silent.discard(hello.client)
+            self.coordinator.samples[hello.client] = hello.samples
+
+    def _wait(self, grid: Grid, count: int) -> None:
+        """Until so many clients are there, but not for ever."""
+        until = time.monotonic() + self.wait_timeout
+        self.look(grid)
+        while len(self.available) < count and time.monotonic() < until:
+            time.sleep(self.poll)
+            self.look(grid)
+
+    def _exchange(self, grid: Grid, messages: list[Message]) -> list[Message]:
+        """Send, and collect the replies that come in time."""
+        self._asked, replies = {}, []
+        if not messages:
+            return []
+        clients = {node: client for client, node in self.nodes.items()}
+        nodes = [message.metadata.dst_node_id for message in messages]
+        for identity, node in zip(grid.push_messages(messages), nodes, strict=True):
+            if identity:
+                self._asked[identity] = clients[node]
+        left, until = set(self._asked), time.monotonic() + self.round_timeout
+        while left and time.monotonic() < until:
+            for message in grid.pull_messages(list(left)):
+                left.discard(message.metadata.reply_to_message_id)
+                replies.append(message)
+            if left:
+                time.sleep(self.poll)
+        return replies
+
+    def _too_few(self, count: int, what: str) -> None:
+        """Say that the round is skipped, or fail."""
+        c = self.coordinator
+        needed = c.n if c.needs_setup else c.min_clients
+        text = f"{count} of {c.n} clients {what}, {needed} are needed for round {c.t + 1}"
+        if self.below_minimum == "fail" or c.needs_setup:
+            raise TooFewClientsError(
+                f"{text}; start more nodes and run again: it goes on with this round. Or set min-clients "
+                "lower, wait-timeout longer, or below-minimum = 'skip'"
+            )
+        log.warning("%s; the round is skipped", text)

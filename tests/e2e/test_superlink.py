@@ -1,0 +1,169 @@
+"""A real SuperLink and SuperNodes on loopback: `make test-e2e`. Minutes; it stops every process it starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import fadamgc
+
+pytest.importorskip("flwr", reason="Flower is not installed")
+
+from fadamgc.algorithm import example
+from fadamgc.experiments.build import build_task
+from fadamgc.experiments.report import write_report
+from fadamgc.experiments.spec import DigitsTask
+from fadamgc.files import has_bundle, read_bundle
+from fadamgc.flower.keeper import Keeper
+from fadamgc.flower.local import HOST, Federation, _command, free_ports
+from fadamgc.flower.protocol import NEVER, Stamp
+
+APP = Path(__file__).parents[2] / "examples" / "flower-digits"
+LIMIT = 300  # seconds for anything to happen
+
+
+@pytest.fixture
+def federation(tmp_path):
+    one = Federation(tmp_path / "federation")
+    try:
+        yield one
+    finally:
+        one.down()
+
+
+def config(folder, algorithm="fadamgc", **more):
+    values = {
+        "algorithm": algorithm,
+        "eta_l": 0.003 if "adam" in algorithm else 0.1,
+        "folder": str(folder),
+        "rounds": 2,
+        "local-steps": 5,
+        "round-timeout": 60.0,
+        "wait-timeout": 60.0,
+    } | more
+    return " ".join(
+        f"{k}={json.dumps(v) if not isinstance(v, bool) else str(v).lower()}" for k, v in values.items()
+    )
+
+
+def simulated(algorithm, rounds):
+    task = build_task(DigitsTask(data="digits", clients=3, alpha=0.5), 0)
+    algo = fadamgc.make_algorithm(algorithm, eta_l=0.003 if "adam" in algorithm else 0.1, eta_g=1.0)
+    return fadamgc.simulate(
+        algo, task, rounds=rounds, tracked=2, local_steps=5, batch_size=16, executor="loop", progress=False
+    )
+
+
+def server_of(folder):
+    content, tensors = read_bundle(folder, "federation")
+    return content, tensors
+
+
+def check_in_step(federation, folder, algo):
+    """y is the mean of the y_i that the server has counted."""
+    content, tensors = server_of(folder)
+    kind = type(example(algo, torch.zeros(1)).client)
+    found = []
+    for i in range(3):
+        kept = Keeper(federation.folder / "states" / f"node-{i}", "flower-digits", i).load(kind)
+        counted = Stamp(*content["counted"][str(i)]) if str(i) in content["counted"] else NEVER
+        state = kept.next if kept.pending == counted else kept.state
+        assert (kept.pending if kept.pending == counted else kept.committed) == counted
+        found.append(torch.zeros_like(tensors["server.y"]) if state is None else state.y)
+    torch.testing.assert_close(tensors["server.y"], torch.stack(found).mean(0), rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("algorithm", ["fadamgc", "scaffold"])
+def test_a_real_federation_gives_the_simulators_numbers(algorithm, federation, tmp_path):
+    federation.up(3, wait=LIMIT)
+    federation.run(APP, config(tmp_path / "server", algorithm))
+    content, tensors = server_of(tmp_path / "server")
+    run = simulated(algorithm, 2)
+    torch.testing.assert_close(tensors["server.x"], run.x, rtol=1e-5, atol=1e-7)
+    assert [r["test_accuracy"] for r in content["history"]] == [r.test_accuracy for r in run.history]
+    write_report(tmp_path / "server")
+
+
+def wait_for(condition, what):
+    until = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < until, f"{what} did not happen in {LIMIT} s"
+        time.sleep(0.2)
+
+
+def rounds_done(folder):
+    return server_of(folder)[0]["round"] if has_bundle(folder, "federation") else 0
+
+
+def test_kills_lose_nothing_and_count_nothing_twice(federation, tmp_path):
+    folder, algo = tmp_path / "server", fadamgc.FAdamGC()
+    federation.up(3, wait=LIMIT)
+    words = config(folder, rounds=6, **{"round-timeout": 40.0})
+    going = threading.Thread(target=lambda: quietly(federation, words), daemon=True)
+    going.start()
+    wait_for(lambda: rounds_done(folder) >= 1, "the first round")
+    node = next(p for p in federation.read().processes if p.name == "node 1")
+    os.killpg(node.pid, signal.SIGKILL)
+    wait_for(lambda: rounds_done(folder) >= 2, "a round without node 1")
+    federation.start_again("node 1")
+    wait_for(lambda: rounds_done(folder) >= 3, "a round after that")
+    link = federation.read().processes[0]
+    os.killpg(link.pid, signal.SIGKILL)
+    going.join(LIMIT)
+    federation.down()
+    federation.up(3, wait=LIMIT)  # the nodes find their states in their files
+    federation.run(APP, words)
+    assert rounds_done(folder) == 6
+    check_in_step(federation, folder, algo)
+    content, _ = server_of(folder)
+    assert content["attempt"] >= 2
+    assert [r["round"] for r in content["history"]] == [1, 2, 3, 4, 5, 6]
+
+
+def quietly(federation, words):
+    try:
+        federation.run(APP, words)
+    except Exception as error:
+        print(error, file=sys.stderr)
+
+
+def test_with_keys_only_those_who_are_known_take_part(federation, tmp_path):
+    federation.up(3, secure=True, wait=LIMIT)
+    link = federation.read().processes[0].port
+    stranger = Federation(tmp_path / "stranger")
+    from fadamgc.flower.local import _secrets
+
+    keys = _secrets(stranger.folder / "keys", 1)
+    (port,) = free_ports(1)
+    refused = subprocess.run(
+        [
+            *(
+                _command("flower-supernode"),
+                "--superlink",
+                f"{HOST}:{link}",
+                "--host",
+                HOST,
+                "--port",
+                str(port),
+            ),
+            *("--root-certificates", str(federation.folder / "keys" / "ca.crt")),
+            *("--auth-supernode-private-key", str(keys / "node-0")),
+        ],
+        env=stranger.environment,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+    assert refused.returncode != 0
+    federation.run(APP, config(tmp_path / "server", rounds=1))
+    assert rounds_done(tmp_path / "server") == 1

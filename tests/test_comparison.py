@@ -1,0 +1,279 @@
+"""What the paper says beside what was found: the theorems' bounds, and the page of all results."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from fadamgc.cli import app
+from fadamgc.errors import InputError
+from fadamgc.experiments import comparison, theory
+from fadamgc.experiments.build import build_task
+from fadamgc.experiments.paper import BETA2, MAIN, METHODS
+from fadamgc.experiments.reading import preset, spec_of
+from fadamgc.experiments.report import keep, markdown, read_entries, write_report, write_study_report
+from fadamgc.experiments.results import Row, Spread, read_results
+from fadamgc.experiments.runner import run_spec
+from fadamgc.experiments.spec import MethodSpec
+from fadamgc.experiments.study import parse_study, read_study, write_study
+from fadamgc.experiments.theory import Bound, Constants, bound, constants, slope
+
+STUDY = """
+name = "theory"
+title = "Least squares"
+[study]
+axis = "clients"
+measures = ["final", "average"]
+[task]
+data = "linear_regression"
+measure = "gradient"
+dim = 3
+samples = 20
+[run]
+rounds = 4
+local_steps = 2
+batch_size = 4
+seeds = [0, 1]
+dtype = "float64"
+[[method]]
+algorithm = "fa_nt"
+[[method]]
+algorithm = "fadamgc"
+[[method]]
+algorithm = "fadamgc"
+label = "special"
+beta2 = 0.0
+eps = 0.0
+[[cell]]
+name = "few"
+value = 2
+task = { clients = 2 }
+[[cell]]
+name = "many"
+value = 8
+axis = "people"
+task = { clients = 8 }
+"""
+
+
+def theory_spec(**task):
+    return spec_of(
+        {
+            "task": {"data": "linear_regression", "measure": "gradient", "clients": 3, "dim": 4, **task},
+            "run": {"rounds": 2, "local_steps": 2, "batch_size": 5},
+            "method": [{"algorithm": "fadamgc"}],
+        }
+    )
+
+
+# Theory
+
+
+def test_the_gradient_measure_is_the_gradient_of_the_mean_objective():
+    task = build_task(theory_spec(samples=[5, 30]).task, seed=3)
+    model = task.model.double()
+    objective = torch.stack([task.loss(model(X), Y) for X, Y in task.clients]).mean()
+    (g,) = torch.autograd.grad(objective, list(model.parameters()))
+    X, Y = task.test
+    with torch.no_grad():
+        found = float(task.metric(model(X), Y))
+    assert found == pytest.approx(float(g.square().sum()), rel=1e-10)
+
+
+def test_the_constants_are_those_of_the_problem():
+    spec = theory_spec(samples=40)
+    c = constants(spec, seed=5)
+    task = build_task(spec.task, seed=5)
+    w = next(iter(task.model.parameters())).detach().double()[0]
+    data = [(X, Y[:, 0]) for X, Y in task.clients]
+    assert pytest.approx(max(torch.linalg.matrix_norm(X.T @ X / 40, 2).item() for X, _ in data)) == c.L
+    X, Y = torch.cat([X for X, _ in data]), torch.cat([Y for _, Y in data])
+    best = torch.linalg.lstsq(X, Y[:, None]).solution[:, 0]  # equal sizes: the optimum of all samples
+    f = [0.5 * (X @ v - Y).square().mean().item() for v in (w, best)]
+    assert pytest.approx(f[0] - f[1]) == c.F
+    rng = np.random.default_rng(0)
+    spreads, norms = [], []
+    for v in (w, best):
+        for X_i, Y_i in data:
+            each = (X_i * (X_i @ v - Y_i)[:, None]).numpy()
+            drawn = np.array([each[rng.permutation(40)[:5]].mean(axis=0) for _ in range(4000)])
+            spreads.append(math.sqrt(((drawn - each.mean(axis=0)) ** 2).sum(axis=1).mean()))
+            norms.append(np.linalg.norm(drawn, axis=1).max())
+    assert c.sigma == pytest.approx(max(spreads), rel=0.03)
+    assert max(norms) <= c.G
+
+
+def method(algorithm, **numbers):
+    return MethodSpec(algorithm=algorithm, label=algorithm, hyperparameters=numbers)
+
+
+C = Constants(L=4.0, F=9.0, sigma=2.0, G=3.0, B=5.0)
+
+
+def test_bounds_by_hand():
+    norm, leading, rest = bound(C, method("fadamgc", eps=1.0), n=4, K=4, T=4)
+    assert (norm, leading) == ("|grad f|^2", pytest.approx(2 * 1.5))
+    moments = (2 / 0.09**2 + 4 * 0.01) * 729
+    assert rest == pytest.approx((36 + moments + 4 * 0.1 * 13) / 4)
+    _, same, naive = bound(C, method("fa_nt", eps=1.0), n=4, K=4, T=4)
+    assert same == leading
+    assert naive - rest == pytest.approx((16 - 4) * 0.1 * 13 / 4)
+    norm, leading, rest = bound(C, method("fadamgc", beta2=0.0, eps=0.0), n=4, K=4, T=4)
+    assert (norm, leading, rest) == ("|grad f|", 1.5, (36 + 4 * (4 + 2)) / 4)
+    _, leading, rest = bound(C, method("fa_nt", beta2=0.0, eps=0.0), n=4, K=4, T=4)
+    assert (leading, rest) == (0.75, (36 + 4 * (4 + 2 + 20)) / 4)
+    assert bound(C, method("local_adam"), n=4, K=4, T=4) is None
+    assert bound(C, method("fadamgc", beta2=0.0), n=4, K=4, T=4) is None
+
+
+def test_the_slope_is_the_exponent():
+    lines = [Bound("", "g", "m", n, K, 9, "|grad f|", 7 * (n * K) ** -0.4, 1, 1) for n, K in ((2, 2), (4, 8))]
+    assert slope(lines) == pytest.approx(-0.4)
+    assert theory.speed_ups(lines) == [("g", "m", pytest.approx(-0.4))]
+    assert theory.speed_ups(lines[:1]) == []
+
+
+# The paper's numbers
+
+
+def test_the_papers_tables_are_complete():
+    for row in (*MAIN.values(), *BETA2.values()):
+        assert row.rounds.keys() == row.minutes.keys()
+    assert all(tuple(row.rounds) == METHODS for row in MAIN.values())
+    best = [
+        name for name, row in MAIN.items() if min(row.rounds, key=lambda m: row.rounds[m][0]) == "fadamgc"
+    ]
+    assert best == list(MAIN)
+    for dataset, name in (("CIFAR-10", "main-cifar10"), ("CIFAR-100", "main-cifar100")):
+        assert BETA2[dataset].rounds["FAdamGC, b2 = 0.99"] == MAIN[name].rounds["fadamgc"]
+
+
+# Orders
+
+
+def row(label, reached, mean, std=1.0, runs=4):
+    spread = Spread(mean, std)
+    return Row(method(label), runs, reached, spread, spread, spread, spread, 1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "found"),
+    [
+        (row("a", 4, 10.0), row("b", 4, 20.0), -1),
+        (row("a", 4, 20.0), row("b", 4, 10.0), 1),
+        (row("a", 4, 10.0), row("b", 4, 11.0), 0),  # less than two standard errors
+        (row("a", 4, 50.0), row("b", 2, 10.0), -1),  # the other often fails
+        (row("a", 4, 50.0), row("b", 3, 10.0), 1),
+        (row("a", 1, 50.0, math.nan), row("b", 0, math.nan, math.nan), -1),
+        (row("a", 0, math.nan), row("b", 0, math.nan), None),
+        (row("a", 1, 5.0, math.nan), row("b", 1, 9.0, math.nan), 0),  # a single run has no spread
+    ],
+)
+def test_who_is_ahead(one, other, found):
+    assert comparison.ahead(one, other, "rounds") == found
+
+
+def test_pairs_are_held_against_the_papers():
+    rows = [row("a", 4, 10.0), row("b", 4, 20.0), row("c", 4, 10.5), row("new", 4, 1.0)]
+    agreed = comparison.agreement({"a": 5.0, "b": 1.0, "c": 2.0}, rows, "rounds")
+    assert agreed.same == []
+    assert agreed.opposite == [("a", "b"), ("c", "b")]
+    assert agreed.open == [("a", "c")]
+
+
+# The page
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """Results of two names that the paper has, though not of its data."""
+    root = tmp_path_factory.mktemp("results")
+    spec = preset("digits").replace("run", rounds=3, seeds=(0, 1), target=0.3)
+    run_spec(spec, root / "main-cifar10", workers=1, quiet=True)
+    write_report(root / "main-cifar10")
+    study = parse_study(STUDY, "here", "laptop")
+    write_study(study, root / "theory")
+    for cell in study.cells:
+        run_spec(cell.spec, root / "theory" / cell.spec.name, workers=1, quiet=True)
+    write_study_report(root / "theory")
+    return root
+
+
+def test_the_page_has_the_papers_row_beside_ours(root, tmp_path):
+    (root / "main-cifar10" / "notes.md").write_text("Because these are digits.")
+    comparison.main([str(root), str(tmp_path / "page.md")])
+    text = (tmp_path / "page.md").read_text()
+    line = next(line for line in text.splitlines() if line.startswith("| rounds to 75%, paper"))
+    assert line.split(" | ")[1:3] == ["1014.5 ± 250.3", "544.3 ± 59.9"]
+    results = read_results(root / "main-cifar10")
+    ours = next(line for line in text.splitlines() if line.startswith("| rounds to 30 %, here"))
+    found = [run.rounds_to(0.3) for run in results.runs["FedAvg-M"]]
+    assert ours.split(" | ")[1].startswith(f"{sum(found) / 2:.1f} ±" if all(found) else "never")
+    counts = re.search(r"\*\*Rounds\*\*: of 21 pairs of methods (\d+) .*?, (\d+) .*?, (\d+) ", text)
+    assert sum(map(int, counts.groups())) == 21
+    assert "**Why.** Because these are digits." in text
+    assert text.index("## main-cifar10") < text.index("## theory")
+
+
+def test_links_on_the_page_lead_somewhere(root, tmp_path):
+    to = tmp_path / "page.md"
+    text = comparison.page(root, to)
+    links = re.findall(r"\]\(([^)]+)\)", text)
+    assert len(links) >= 5
+    assert all((tmp_path / link).exists() for link in links)
+
+
+def test_bounds_are_written_beside_what_was_measured(root):
+    entries = read_entries(root / "theory", read_study(root / "theory"))
+    lines = theory.bounds(entries)
+    assert [(b.experiment, b.method, b.n) for b in lines] == [
+        (cell, name, n) for cell, n in (("few", 2), ("many", 8)) for name in ("FA-NT", "FAdamGC", "special")
+    ]
+    runs = entries[0].results.runs["special"]
+    norms = [[math.sqrt(record.test_metric) for record in run.history] for run in runs]
+    assert lines[2].measured == pytest.approx(np.mean(norms))
+    text = (root / "theory" / "bounds.md").read_text()
+    assert f"| {lines[2].measured:.3g} |" in text
+    for name in ("bounds.png", "summary.png", "report.html"):
+        assert (root / "theory" / name).stat().st_size > 1000
+    summary = (root / "theory" / "summary.md").read_text()
+    assert "Squared gradient norm at the end" in summary
+    assert "squared gradient norm, mean over the rounds" in summary.lower()
+
+
+def test_what_is_kept_makes_the_same_report(root, tmp_path):
+    for name in ("main-cifar10", "theory"):
+        assert keep(root / name, tmp_path / name) > 1000
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert not any(path.suffix in (".safetensors", ".html") for path in files)
+    assert markdown(read_results(tmp_path / "main-cifar10")) == markdown(read_results(root / "main-cifar10"))
+    write_study_report(tmp_path / "theory")
+    for name in ("summary.md", "summary.csv", "bounds.md"):
+        assert (tmp_path / "theory" / name).read_bytes() == (root / "theory" / name).read_bytes()
+    with pytest.raises(InputError, match=r"holds no spec\.toml and no study\.json"):
+        keep(tmp_path, tmp_path / "again")
+
+
+def test_a_study_is_priced_again_by_report(root, tmp_path):
+    keep(root / "theory", tmp_path / "theory")
+    shown = CliRunner().invoke(app, ["report", str(tmp_path / "theory"), "--up-mbps", "1"])
+    assert shown.exit_code == 0, shown.output
+    assert (tmp_path / "theory" / "summary.csv").read_bytes() == (
+        root / "theory" / "summary.csv"
+    ).read_bytes()
+    assert (tmp_path / "theory" / "report.html").exists()
+
+
+def test_a_folder_of_another_study_is_refused(root, tmp_path):
+    keep(root / "theory", tmp_path / "theory")
+    other = parse_study(STUDY.replace('name = "theory"', 'name = "other"', 1), "here", "laptop")
+    with pytest.raises(InputError, match="holds the study theory at scale laptop"):
+        write_study(other, tmp_path / "theory")
+    (tmp_path / "theory" / "study.json").write_text("{")
+    with pytest.raises(InputError, match=r"study\.json: not what"):
+        read_study(tmp_path / "theory")

@@ -1,0 +1,513 @@
+"""Server and clients without a network: the simulator's numbers, and faults at every point."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import fadamgc
+from fadamgc.errors import CheckpointError, InputError
+from fadamgc.flower import coordinator as coordinator_module
+from fadamgc.flower.coordinator import Coordinator
+from fadamgc.flower.keeper import Keeper
+from fadamgc.flower.party import Party, answer
+from fadamgc.flower.protocol import NEVER, Kept, RefusedError, Request, Stamp, after, reconcile
+from fadamgc.sim.settings import Settings
+from problems import class_task
+
+SIZES = (6, 20, 11)
+SETTINGS = {"sampled": 2, "tracked": 1, "local_steps": 3, "batch_size": 4, "seed": 5}
+
+
+class Killed(Exception):  # noqa: N818
+    """The process is gone."""
+
+
+class World:
+    """A server and clients that can be killed, joined by wires that lose, repeat and delay."""
+
+    def __init__(self, folder, algo=None, dtype=torch.float64, **options):
+        self.folder = folder
+        self.algo = algo or fadamgc.FAdamGC(eta_l=0.05)
+        self.task = class_task(sizes=options.pop("sizes", SIZES))
+        self.options = {key: options.pop(key) for key in ("max_norm", "min_clients") if key in options}
+        self.settings = Settings(rounds=options.pop("rounds", 4), dtype=dtype, **SETTINGS | options)
+        model = self.task.model.to(dtype)
+        self.parties = [
+            Party(model, self.task.loss, (x.to(dtype), y), i) for i, (x, y) in enumerate(self.task.pairs)
+        ]
+        self.keepers = [Keeper(folder / "node", "test", i) for i in range(self.n)]
+        self.start()
+
+    @property
+    def n(self):
+        return self.task.n
+
+    def start(self, **more):
+        """The server, for the first time or again."""
+        self.server = Coordinator(
+            self.algo, self.task, self.n, self.settings, "test", self.folder / "server", **self.options | more
+        )
+
+    def messages(self, available=None):
+        """What the server sends, with the wire's copy of it."""
+        asked = self.server.ask(range(self.n) if available is None else available)
+        server, buffers = self.server.server, self.server.buffers
+        down = {"x": self.server.problem.x0} if server is None else self.algo.broadcast(server)._asdict()
+        return [(a, {k: v.clone() for k, v in down.items()}, dict(buffers)) for a in asked]
+
+    def deliver(self, message, killed=None):
+        """A client's answer; it may be killed before its state is saved, or right after."""
+        (request, tracked), down, buffers = message
+        i = request.client
+        keeper = self.keepers[i]
+        if killed == "before":
+            keeper = SimpleNamespace(
+                load=keeper.load, only_one=keeper.only_one, save=lambda _: (_ for _ in ()).throw(Killed())
+            )
+        reply = answer(self.parties[i], keeper, self.algo, self.settings, request, tracked, down, buffers)
+        if killed == "after":
+            raise Killed
+        return reply
+
+    def setup(self):
+        while self.server.needs_setup:
+            for message in self.messages():
+                reply = self.deliver(message)
+                self.server.consider(reply.client, reply)
+            self.server.close()
+
+    def round(self):
+        """A round without faults."""
+        for message in self.messages():
+            reply = self.deliver(message)
+            self.server.consider(reply.client, reply)
+        return self.server.close()
+
+    def states(self):
+        """The clients' states that belong to the server's: the pending one if it was counted."""
+        kinds = fadamgc.algorithm.example(self.algo, torch.zeros(1))
+        found = []
+        for i, keeper in enumerate(self.keepers):
+            kept = keeper.load(type(kinds.client))
+            counted = self.server.counted.get(i, NEVER)
+            state = kept.next if kept.pending == counted else kept.state
+            assert (kept.pending if kept.pending == counted else kept.committed) == counted
+            found.append(self.algo.init_client(self.server.problem.x0) if state is None else state)
+        return found
+
+    def check(self):
+        """y is the mean of the y_i, and all is as in a simulation of those who were counted."""
+        states = self.states()
+        if hasattr(self.server.server, "y"):
+            mean = torch.stack([state.y for state in states]).mean(0)
+            torch.testing.assert_close(self.server.server.y, mean, rtol=1e-10, atol=1e-12)
+        took = [
+            ([i for i in r.sampled if i not in r.dropped], [i for i in r.tracked if i not in r.dropped])
+            for r in self.server.history
+        ]
+        if not took or not all(sampled for sampled, _ in took):
+            return
+        named = {key: getattr(self.settings, key) for key in ("local_steps", "batch_size", "seed", "dtype")}
+        run = fadamgc.simulate(
+            self.algo, self.task, schedule=took, executor="loop", progress=False, eval_every=100, **named
+        )
+        assert torch.equal(self.server.server.x, run.x)
+        for state, other in zip(states, run.clients, strict=True):
+            assert all(map(torch.equal, state, other))
+
+
+# The same numbers as the simulator's.
+
+
+@pytest.mark.parametrize("name", fadamgc.algorithms())
+def test_a_federation_gives_the_simulators_numbers(name, tmp_path):
+    algo = fadamgc.make_algorithm(name)
+    options = {"local_epochs": 1, "local_steps": None} if not algo.full_participation else {}
+    if algo.full_participation:
+        options |= {"sampled": None, "tracked": None, "min_clients": len(SIZES)}
+    world = World(tmp_path, algo, dtype=torch.float32, **options)
+    world.setup()
+    while not world.server.over():
+        world.round()
+    rest = {k: v for k, v in (SETTINGS | options).items() if k != "min_clients"}
+    run = fadamgc.simulate(algo, world.task, rounds=4, dtype=torch.float32, executor="loop", **rest)
+    assert torch.equal(world.server.server.x, run.x)
+    assert [dataclass_without_time(r) for r in world.server.history] == [
+        dataclass_without_time(r) for r in run.history
+    ]
+    for state, other in zip(world.states(), run.clients, strict=True):
+        assert all(map(torch.equal, state, other))
+
+
+def dataclass_without_time(record):
+    return {k: v for k, v in record.to_json().items() if k != "wall_seconds"}
+
+
+def test_algorithms_that_begin_with_gradients_do(tmp_path):
+    algo = fadamgc.FAdamGC(init="gradient")
+    world = World(tmp_path, algo, weights="size")
+    world.server.samples = dict(enumerate(SIZES))
+    assert world.server.needs_setup
+    world.messages()
+    assert world.server.close() is None  # nobody answered: it is asked for again
+    world.setup()
+    world.start()  # killed after the setup
+    assert not world.server.needs_setup
+    while not world.server.over():
+        world.round()
+    run = fadamgc.simulate(
+        algo, world.task, rounds=4, dtype=torch.float64, executor="loop", weights="size", **SETTINGS
+    )
+    torch.testing.assert_close(world.server.server.x, run.x, rtol=1e-12, atol=1e-13)
+
+
+def test_buffers_travel_and_are_averaged(tmp_path):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 3))
+    world = World.__new__(World)
+    world.folder, world.algo, world.options = tmp_path, fadamgc.FAdamGC(), {}
+    world.task = class_task(sizes=SIZES, model=model)
+    world.settings = Settings(rounds=3, **SETTINGS)
+    world.parties = [Party(model, world.task.loss, pair, i) for i, pair in enumerate(world.task.pairs)]
+    world.keepers = [Keeper(tmp_path / "node", "test", i) for i in range(3)]
+    world.start()
+    while not world.server.over():
+        world.round()
+    run = fadamgc.simulate(world.algo, world.task, rounds=3, executor="loop", **SETTINGS)
+    assert run.buffers.keys() == world.server.buffers.keys()
+    assert all(torch.equal(world.server.buffers[name], value) for name, value in run.buffers.items())
+
+
+# Faults. What can happen to a request on its way, one at a time and in all combinations.
+
+FAULTS = ("none", "request lost", "killed before", "killed after", "reply lost", "twice", "late", "garbled")
+SERVER = ("none", "killed asking", "killed before writing", "killed after writing")
+
+
+def faulty_round(world, faults, server, late):
+    """A round with a fault for each client, and one for the server."""
+    world_messages = world.messages()
+    if server == "killed asking":
+        for message, fault in zip(world_messages, faults, strict=False):
+            if fault != "request lost":
+                world.deliver(message)
+        world.start()
+        return
+    for reply in late:  # of an earlier round
+        with pytest.raises(RefusedError):
+            world.server.consider(reply.client, reply)
+    late.clear()
+    for message, fault in zip(world_messages, [*faults, *["none"] * 3], strict=False):
+        client = message[0].request.client
+        if fault == "request lost":
+            continue
+        if fault in ("killed before", "killed after"):
+            with pytest.raises(Killed):
+                world.deliver(message, fault.removeprefix("killed "))
+            continue
+        reply = world.deliver(message)
+        if fault == "twice":
+            again = world.deliver(message)
+            assert all(torch.equal(again.up[k], reply.up[k]) for k in reply.up)
+            world.server.consider(client, again)
+            with pytest.raises(RefusedError, match="has already answered"):
+                world.server.consider(client, reply)
+        elif fault == "late":
+            late.append(reply)
+        elif fault == "garbled":
+            bad = reply._replace(up={k: v * float("nan") for k, v in reply.up.items()})
+            with pytest.raises(RefusedError, match="not finite"):
+                world.server.consider(client, bad)
+        elif fault == "none":
+            world.server.consider(client, reply)
+    if server == "none":
+        world.server.close()
+        return
+    original = coordinator_module.write_bundle
+
+    def write(*arguments):
+        if server == "killed after writing":
+            original(*arguments)
+        raise Killed
+
+    coordinator_module.write_bundle = write
+    try:
+        with pytest.raises(Killed):
+            world.server.close()
+    finally:
+        coordinator_module.write_bundle = original
+    world.start()
+
+
+@pytest.mark.parametrize("server", SERVER)
+@pytest.mark.parametrize("faults", list(itertools.product(FAULTS, repeat=2)), ids="+".join)
+def test_every_fault_at_every_point(faults, server, tmp_path):
+    world = World(tmp_path, rounds=100)
+    world.round()
+    late = []
+    faulty_round(world, faults, server, late)
+    world.check()
+    for _ in range(2):  # the next complete rounds
+        for reply in late:
+            with pytest.raises(RefusedError):
+                world.server.consider(reply.client, reply)
+        world.round()
+        world.check()
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    story=st.lists(
+        st.tuples(st.lists(st.sampled_from(FAULTS), min_size=3, max_size=3), st.sampled_from(SERVER)),
+        min_size=1,
+        max_size=6,
+    ),
+    name=st.sampled_from(["fadamgc", "scaffold_m", "fa_nt"]),
+)
+def test_any_story_ends_well(story, name, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("story")
+    world = World(folder, fadamgc.make_algorithm(name), rounds=100, sampled=3, tracked=2)
+    late = []
+    for faults, server in story:
+        faulty_round(world, faults, server, late)
+        world.check()
+    world.round()
+    world.check()
+
+
+def test_a_request_that_was_overtaken_is_refused(tmp_path):
+    world = World(tmp_path, sampled=3, tracked=3)
+    old = world.messages()
+    world.server.close()  # nobody answered in time
+    world.round()
+    with pytest.raises(RefusedError, match="was asked for round 1 after it was asked for round 2") as caught:
+        world.deliver(old[0])
+    assert caught.value.kind == "stale"
+    world.round()
+    world.check()
+
+
+def test_a_lost_state_is_noticed_and_can_begin_anew(tmp_path):
+    world = World(tmp_path, sampled=3, tracked=3)
+    world.round()
+    for path in world.keepers[1].folder.iterdir():
+        path.unlink()
+    message = world.messages()[1]
+    with pytest.raises(
+        RefusedError, match=r"has the state of no round.*counted round 1.*reset-states"
+    ) as caught:
+        world.deliver(message)
+    assert caught.value.kind == "lost"
+    x = world.server.server.x
+    world.start(reset_states=True)
+    assert torch.equal(world.server.server.x, x)
+    assert not world.server.server.y.any()
+    world.round()
+    assert torch.stack([s.y for s in world.states()]).mean(0) == pytest.approx(world.server.server.y)
+
+
+def test_a_server_that_forgot_everything_is_refused(tmp_path):
+    world = World(tmp_path, sampled=3, tracked=3)
+    for _ in range(2):
+        world.round()
+    for path in (tmp_path / "server").iterdir():
+        path.unlink()
+    world.start()
+    with pytest.raises(RefusedError, match="an old message, or a server whose checkpoint was put back"):
+        world.deliver(world.messages()[0])
+
+
+# The rules by themselves.
+
+
+def request(round=3, attempt=1, counted=NEVER, generation=0):
+    return Request("test", 0, generation, Stamp(round, attempt), counted)
+
+
+def test_pending_is_committed_or_dropped():
+    kept = after(Kept(), request(1), "one")
+    assert kept == Kept(0, Stamp(1, 1), NEVER, None, Stamp(1, 1), "one")
+    counted = reconcile(kept, request(2, counted=Stamp(1, 1)))
+    assert (counted.committed, counted.state, counted.pending) == (Stamp(1, 1), "one", None)
+    dropped = reconcile(kept, request(2))
+    assert (dropped.committed, dropped.state, dropped.pending) == (NEVER, None, None)
+    other_start = reconcile(after(counted, request(2), "two"), request(2, attempt=2, counted=Stamp(1, 1)))
+    assert other_start.state == "one"
+    anew = reconcile(kept, request(1, generation=1))
+    assert anew == Kept(1)
+
+
+# What the server refuses.
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        (lambda r: r._replace(client=0), "another client"),
+        (lambda r: r._replace(stamp=Stamp(7, 1)), "another round"),
+        (lambda r: r._replace(stamp=Stamp(1, 2)), "another round"),
+        (lambda r: r._replace(generation=3), "another round"),
+        (lambda r: r._replace(experiment="other"), "another round"),
+        (lambda r: r._replace(up={"dx": r.up["dx"]}), "fields"),
+        (lambda r: r._replace(up=r.up | {"extra": r.up["dx"]}), "fields"),
+        (lambda r: r._replace(up=r.up | {"dx": r.up["dx"][1:]}), "shape"),
+        (lambda r: r._replace(up=r.up | {"dx": r.up["dx"].float()}), "shape"),
+        (lambda r: r._replace(up=r.up | {"dx": r.up["dx"] / 0}), "not finite"),
+        (lambda r: r._replace(up=r.up | {"dx": r.up["dx"] * 1e9}), "norm"),
+        (lambda r: r._replace(buffers={"b": torch.zeros(1)}), "fields"),
+        (lambda r: r._replace(loss=float("inf")), "not finite"),
+        (lambda r: r._replace(loss="low"), "not finite"),
+        (lambda r: r._replace(steps=4), "steps"),
+        (lambda r: r._replace(steps=-1), "steps"),
+    ],
+)
+def test_what_is_not_as_asked_is_refused_and_changes_nothing(change, kind, tmp_path):
+    world = World(tmp_path, sampled=3, tracked=3, max_norm=1e3)
+    world.server.samples = dict(enumerate(SIZES))
+    message = world.messages()[1]
+    reply = world.deliver(message)
+    before = world.server.server
+    with pytest.raises(RefusedError, match="the reply of client 1 is refused") as caught:
+        world.server.consider(1, change(reply))
+    assert caught.value.kind == kind
+    assert world.server.answered == ()
+    assert len(world.server.refusals) == 1
+    record = world.server.close()
+    assert record.dropped == (0, 1, 2)
+    assert all(map(torch.equal, world.server.server, before))
+    world.round()
+    world.check()
+
+
+def test_who_was_not_asked_is_refused(tmp_path):
+    world = World(tmp_path, sampled=1, tracked=1)
+    (message,) = world.messages()
+    reply = world.deliver(message)
+    other = (reply.client + 1) % 3
+    with pytest.raises(RefusedError, match="it was not asked in this round"):
+        world.server.consider(other, reply._replace(client=other))
+
+
+def test_a_client_checks_what_it_receives(tmp_path):
+    world = World(tmp_path)
+    (asked, down, buffers) = world.messages()[0]
+    for bad, said in (
+        (down | {"x": down["x"][1:]}, "the server's x is torch.float64"),
+        (down | {"y": down["y"] / 0}, "the server's y is not finite"),
+        ({"x": down["x"]}, r"has \['x'\], this model wants \['x', 'y'\]"),
+    ):
+        with pytest.raises(RefusedError, match=said):
+            world.deliver((asked, bad, buffers))
+    assert world.keepers[asked.request.client].load(tuple) == Kept()
+
+
+# Too few.
+
+
+def test_a_round_with_too_few_answers_does_not_count(tmp_path):
+    world = World(tmp_path, sampled=3, tracked=3, min_clients=2)
+    before = world.server.server
+    reply = world.deliver(world.messages()[2])
+    world.server.consider(2, reply)
+    assert not world.server.enough
+    record = world.server.close()
+    assert record.dropped == (0, 1, 2)
+    assert record.train_loss is None
+    assert all(map(torch.equal, world.server.server, before))
+    world.round()
+    world.check()
+
+
+def test_who_is_not_there_is_not_asked(tmp_path):
+    world = World(tmp_path, sampled=2, tracked=1)
+    assert {a.request.client for a, _, _ in world.messages(available=[2])} == {2}
+    assert world.messages(available=[]) == []
+    for t in range(5):
+        world.server.t = t
+        assert set(world.server.who([0, 2]).sampled) == {0, 2}
+        assert world.server.who(range(3)) == world.settings.who(t + 1, 3)
+
+
+# What lasts.
+
+
+def test_the_state_of_a_client_is_checked_when_it_is_read(tmp_path):
+    world = World(tmp_path, sampled=3, tracked=3)
+    world.round()
+    keeper = world.keepers[0]
+    kind = type(fadamgc.algorithm.example(world.algo, torch.zeros(1)).client)
+    assert keeper.load(kind).pending == Stamp(1, 1)
+    (tensors,) = keeper.folder.glob("*.safetensors")
+    data = bytearray(tensors.read_bytes())
+    data[-1] ^= 1
+    tensors.write_bytes(data)
+    with pytest.raises(CheckpointError, match="altered after it was written"):
+        keeper.load(kind)
+    data[-1] ^= 1
+    tensors.write_bytes(data)
+    other = Keeper(tmp_path / "node", "test", 5)
+    keeper.folder.rename(other.folder)
+    with pytest.raises(
+        CheckpointError, match="holds the state of client 0 of experiment 'test', not of client 5"
+    ):
+        other.load(kind)
+    with pytest.raises(InputError, match="it names a folder"):
+        Keeper(tmp_path, "../other", 0)
+
+
+def _hold(folder, ready, seconds):
+    with Keeper(folder, "test", 0).only_one():
+        ready.set()
+        time.sleep(seconds)
+
+
+def test_two_processes_do_not_work_on_one_state(tmp_path):
+    context = multiprocessing.get_context("fork")
+    ready = context.Event()
+    other = context.Process(target=_hold, args=(tmp_path, ready, 30))
+    other.start()
+    try:
+        assert ready.wait(10)
+        with pytest.raises(RefusedError, match="still at work"), Keeper(tmp_path, "test", 0).only_one(0.2):
+            pass
+    finally:
+        other.kill()
+        other.join()
+    with Keeper(tmp_path, "test", 0).only_one(5):  # who is killed lets go
+        pass
+
+
+def test_a_checkpoint_of_other_settings_is_refused(tmp_path):
+    world = World(tmp_path)
+    world.round()
+    world.algo = fadamgc.FAdamGC(eta_l=0.1)
+    with pytest.raises(CheckpointError, match=r"another experiment: hyperparameters=.*give another folder"):
+        world.start()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"min_clients": 4}, "min_clients=4 is not accepted; it must be from 1 to clients=3"),
+        ({"max_norm": -1.0}, "max_norm=-1.0 is not accepted"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(options, said, tmp_path):
+    with pytest.raises(InputError, match=said):
+        World(tmp_path, **options)
+
+
+def test_the_history_is_a_run(tmp_path):
+    world = World(tmp_path)
+    world.round()
+    run = world.server.run()
+    run.save(tmp_path / "run", states=False)
+    assert fadamgc.load_run(tmp_path / "run").history == run.history

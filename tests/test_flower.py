@@ -1,0 +1,482 @@
+"""The Flower apps in this process: no network, no other process, every message as Flower carries it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+
+import pytest
+import torch
+
+import fadamgc
+
+flwr = pytest.importorskip("flwr", reason="Flower is not installed")
+
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict  # noqa: E402
+from flwr.serverapp import Grid  # noqa: E402
+from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
+
+from fadamgc.algorithm import example  # noqa: E402
+from fadamgc.cli import app as cli  # noqa: E402
+from fadamgc.errors import InputError  # noqa: E402
+from fadamgc.experiments.build import build_task  # noqa: E402
+from fadamgc.experiments.report import write_report  # noqa: E402
+from fadamgc.experiments.spec import DigitsTask  # noqa: E402
+from fadamgc.flower import client_app  # noqa: E402
+from fadamgc.flower.client import number, state_folder  # noqa: E402
+from fadamgc.flower.coordinator import Coordinator  # noqa: E402
+from fadamgc.flower.protocol import NEVER, RefusedError, Reply, Request, Stamp  # noqa: E402
+from fadamgc.flower.records import (  # noqa: E402
+    RAW,
+    Hello,
+    Work,
+    from_record,
+    hello_content,
+    read_hello,
+    read_reply,
+    read_request,
+    refusal_content,
+    reply_content,
+    request_content,
+    to_record,
+)
+from fadamgc.flower.server import federate, read_config  # noqa: E402
+from fadamgc.flower.strategy import Strategy, TooFewClientsError  # noqa: E402
+from fadamgc.sim.cost import traffic  # noqa: E402
+from fadamgc.sim.settings import Settings  # noqa: E402
+from problems import class_task  # noqa: E402
+
+SIZES = (6, 20, 11)
+LOCAL = {"local_steps": 3, "batch_size": 4, "seed": 5}
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch):
+    """Messages say which task of Flower's makes them; here it is none. And nothing is printed."""
+    TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
+    monkeypatch.setattr("fadamgc.flower.client.show_log", lambda: None)
+
+
+class Here(Grid):
+    """A grid whose nodes are in this process. Nodes can be gone, deaf (no answer), or failing."""
+
+    def __init__(self, app, folder, clients, first=100):
+        self.app, self.folder = app, folder
+        self.nodes = {first + i: i for i in range(clients)}
+        self.deaf, self.failing, self.sent = set(), set(), []
+        self.replies = {}
+        self._ids = itertools.count()
+
+    def context(self, client):
+        config = {"partition-id": client, "state-folder": str(self.folder / f"node-{client}")}
+        return Context(1, 1, config, RecordDict(), {})
+
+    def set_run(self, run):
+        raise NotImplementedError
+
+    run = create_message = property(lambda self: None)
+    send_and_receive = None
+
+    def get_node_ids(self):
+        return list(self.nodes)
+
+    def push_messages(self, messages):
+        assert isinstance(messages, list)  # Flower's own needs one
+        identities = []
+        for message in messages:
+            identity = f"message-{next(self._ids)}"
+            message.metadata.__dict__["_message_id"] = identity
+            identities.append(identity)
+            client = self.nodes.get(message.metadata.dst_node_id)
+            self.sent.append((message.metadata.message_type, client))
+            if client is None or client in self.deaf:
+                continue
+            if client in self.failing and message.metadata.message_type == "train":
+                reply = Message(Error(1, "the app crashed"), reply_to=message)
+                reply.metadata.__dict__["_src_node_id"] = 1  # as Flower does
+            else:
+                reply = self.app(message, self.context(client))
+            self.replies[identity] = reply
+        return identities
+
+    def pull_messages(self, message_ids):
+        return [self.replies.pop(i) for i in list(message_ids) if i in self.replies]
+
+
+def app_of(task):
+    return client_app(lambda context: (task.model, task.loss, task.pairs[number(context)]))
+
+
+def make(tmp_path, algo=None, clients=3, rounds=3, sizes=SIZES, **options):
+    task = class_task(sizes=sizes)
+    named = {k: options.pop(k) for k in ("min_clients", "max_norm") if k in options}
+    timing = {"round_timeout": 0.3, "wait_timeout": 0.3, "poll": 0.01}
+    timing |= {k: options.pop(k) for k in (*timing, "below_minimum") if k in options}
+    coordinator = Coordinator(
+        algo or fadamgc.FAdamGC(),
+        task,
+        clients,
+        Settings(rounds=rounds, **LOCAL | options),
+        "test",
+        tmp_path / "server",
+        **named,
+    )
+    return task, Here(app_of(task), tmp_path, clients), Strategy(coordinator, **timing)
+
+
+# The same numbers.
+
+
+@pytest.mark.parametrize("name", fadamgc.algorithms())
+def test_a_federation_gives_the_simulators_numbers(name, tmp_path):
+    algo = fadamgc.make_algorithm(name)
+    few = {} if algo.full_participation else {"sampled": 2, "tracked": 1}
+    task, grid, strategy = make(tmp_path, algo, min_clients=3 if algo.full_participation else 1, **few)
+    result = strategy.start(grid)
+    run = fadamgc.simulate(algo, task, rounds=3, executor="loop", **LOCAL, **few)
+    c = strategy.coordinator
+    assert torch.equal(c.server.x, run.x)
+    assert [(r.test_accuracy, r.sampled, r.work) for r in c.history] == [
+        (r.test_accuracy, r.sampled, r.work) for r in run.history
+    ]
+    assert torch.equal(from_record(result.arrays)["x"], run.x)
+    assert list(result.train_metrics_clientapp) == [1, 2, 3]
+
+
+def test_an_algorithm_that_begins_with_gradients_waits_for_all(tmp_path):
+    algo = fadamgc.FAdamGC(init="gradient")
+    task, grid, strategy = make(tmp_path, algo, sampled=2)
+    strategy.start(grid)
+    run = fadamgc.simulate(algo, task, rounds=3, executor="loop", sampled=2, **LOCAL)
+    torch.testing.assert_close(strategy.coordinator.server.x, run.x)
+    _, grid, strategy = make(tmp_path / "other", algo, sampled=2, below_minimum="skip")
+    grid.deaf = {1}
+    with pytest.raises(TooFewClientsError, match="2 of 3 clients are there, 3 are needed"):
+        strategy.start(grid)
+
+
+# Bytes.
+
+
+@pytest.mark.parametrize("tracked", [True, False])
+@pytest.mark.parametrize("name", fadamgc.algorithms())
+def test_arrays_hold_the_bytes_that_the_cost_model_counts(name, tracked, tmp_path):
+    algo, d = fadamgc.make_algorithm(name), 7
+    kinds = example(algo, torch.zeros(d))
+    cost = traffic(algo, d)
+    request = Request("test", 0, 0, Stamp(1, 1), NEVER)
+    work = Work(request, tracked, algo, Settings(rounds=1, local_steps=1), kinds.down._asdict(), {})
+    assert held(request_content(work)) == cost.down
+    up = {k: v for k, v in kinds.up._asdict().items() if tracked or k not in algo.tracked_only}
+    reply = Reply(*request[:4], up, {}, 0.5, 3)
+    assert held(reply_content(reply)) == cost.up + tracked * cost.up_tracked
+
+
+def held(content):
+    return sum(len(a.data) for record in content.array_records.values() for a in record.values())
+
+
+def test_what_is_sent_in_a_run_is_what_its_history_says(tmp_path):
+    _, grid, strategy = make(tmp_path, sampled=2, tracked=1)
+    up, down = [], []
+    push, pull = grid.push_messages, grid.pull_messages
+
+    def counted_push(messages):
+        down.extend(held(m.content) for m in messages)
+        return push(messages)
+
+    def counted_pull(ids):
+        replies = pull(ids)
+        up.extend(held(m.content) for m in replies)
+        return replies
+
+    grid.push_messages, grid.pull_messages = counted_push, counted_pull
+    strategy.start(grid)
+    history = strategy.coordinator.history
+    assert (sum(down), sum(up)) == (sum(r.bytes_down for r in history), sum(r.bytes_up for r in history))
+
+
+# Waiting ends.
+
+
+def test_a_silent_client_is_not_asked_again_until_it_answers(tmp_path):
+    _, grid, strategy = make(tmp_path, rounds=6, wait_timeout=0.05)
+
+    def between(record):
+        grid.deaf = {1} if record.round in (1, 2) else set()
+        time.sleep(0.06)  # what was sent in vain is given up
+
+    strategy.on_round = between
+    strategy.start(grid)
+    records = strategy.coordinator.history
+    assert [r.dropped for r in records[:2]] == [(), (1,)]
+    assert records[2].sampled == (0, 2)
+    assert records[5].sampled == (0, 1, 2)  # it had said hello again
+    assert all(1 not in r.dropped for r in records[2:])
+
+
+def test_a_client_that_fails_does_not_stop_the_others(tmp_path):
+    _, grid, strategy = make(tmp_path)
+    grid.failing = {2}
+    strategy.start(grid)
+    records = strategy.coordinator.history
+    assert records[0].dropped == (2,)
+    assert len(records) == 3
+
+
+def test_a_node_that_comes_back_under_another_number_goes_on(tmp_path):
+    task, grid, strategy = make(tmp_path, rounds=4)
+
+    def renumber(record):
+        if record.round == 2:
+            grid.nodes = {node + 50: client for node, client in grid.nodes.items()}
+
+    strategy.on_round = renumber
+    strategy.start(grid)
+    run = fadamgc.simulate(fadamgc.FAdamGC(), task, rounds=4, executor="loop", **LOCAL)
+    assert torch.equal(strategy.coordinator.server.x, run.x)
+
+
+def test_too_few_clients_end_the_run_or_skip_the_round(tmp_path):
+    _, grid, strategy = make(tmp_path, min_clients=2)
+    grid.deaf = {0, 1}
+    with pytest.raises(
+        TooFewClientsError, match="1 of 3 clients are there, 2 are needed for round 1; start more"
+    ):
+        strategy.start(grid)
+    assert strategy.coordinator.t == 0
+    _, grid, strategy = make(tmp_path / "other", min_clients=2, below_minimum="skip", wait_timeout=0.1)
+    grid.deaf = {0, 1}
+    strategy.start(grid)
+    assert [r.dropped for r in strategy.coordinator.history] == [()] * 3
+    assert [r.sampled for r in strategy.coordinator.history] == [()] * 3
+
+
+def test_too_few_answers_change_nothing(tmp_path):
+    _, grid, strategy = make(tmp_path, min_clients=3)
+    strategy._wait(grid, 3)
+    grid.failing = {0}
+    before = strategy.coordinator.server
+    with pytest.raises(TooFewClientsError, match="2 of 3 clients have answered"):
+        strategy.start(grid)
+    assert strategy.coordinator.server is before
+    grid.failing = set()
+    _, grid, again = make(tmp_path, min_clients=3)  # the run is started again
+    again.start(grid)
+    task = class_task(sizes=SIZES)
+    run = fadamgc.simulate(fadamgc.FAdamGC(), task, rounds=3, executor="loop", **LOCAL)
+    assert torch.equal(again.coordinator.server.x, run.x)
+
+
+def test_a_server_that_is_started_again_goes_on(tmp_path):
+    task, grid, strategy = make(tmp_path, rounds=5, sampled=2, tracked=1)
+
+    def killed(record):
+        if record.round == 3:
+            raise KeyboardInterrupt
+
+    strategy.on_round = killed
+    with pytest.raises(KeyboardInterrupt):
+        strategy.start(grid)
+    _, _, again = make(tmp_path, rounds=5, sampled=2, tracked=1)
+    again.start(Here(grid.app, tmp_path, 3, first=500))
+    run = fadamgc.simulate(fadamgc.FAdamGC(), task, rounds=5, sampled=2, tracked=1, executor="loop", **LOCAL)
+    assert torch.equal(again.coordinator.server.x, run.x)
+    assert len(again.coordinator.history) == 5
+
+
+# Nobody is trusted.
+
+
+def in_order(replies):
+    return sorted(replies, key=lambda message: message.content["reply"]["client"])
+
+
+def test_a_reply_to_nothing_is_not_looked_at(tmp_path):
+    _, grid, strategy = make(tmp_path)
+    strategy._wait(grid, 3)
+    messages = strategy.configure_train(1, ArrayRecord(), ConfigRecord(), grid)
+    replies = in_order(strategy._exchange(grid, messages))
+    replies[0].metadata.__dict__["_reply_to_message_id"] = "another"
+    strategy.aggregate_train(1, replies)
+    assert strategy.coordinator.history[0].dropped == (0,)
+
+
+def test_a_node_cannot_answer_for_another(tmp_path):
+    _, grid, strategy = make(tmp_path)
+    strategy._wait(grid, 3)
+    messages = strategy.configure_train(1, ArrayRecord(), ConfigRecord(), grid)
+    replies = in_order(strategy._exchange(grid, messages))
+    replies[0].content["reply"]["client"] = 1
+    strategy.aggregate_train(1, replies)
+    assert strategy.coordinator.history[0].dropped == (0,)
+    assert "it says that it is client 1" in strategy.coordinator.refusals[0]
+
+
+def test_a_node_that_is_nobody_is_not_asked(tmp_path, caplog):
+    _, grid, strategy = make(tmp_path)
+    grid.nodes |= {7: 9}  # there are clients 0 to 2
+    task = class_task(sizes=(4,) * 10)
+    grid.app = app_of(task)
+    strategy.look(grid)
+    strategy.look(grid)
+    assert strategy.available == [0, 1, 2]
+    assert "a node says it is client 9; clients are 0 to 2" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("array", "said"),
+    [
+        (Array("float32", (2,), "numpy.ndarray", b"12345678"), "wanted is fadamgc.little-endian"),
+        (Array("object", (2,), RAW, b"12345678"), "wanted is"),
+        (Array("float32", (3,), RAW, b"12345678"), "has 8 bytes"),
+        (Array("float32", (-2, -1), RAW, b"12345678"), "wanted is"),
+    ],
+)
+def test_an_array_that_is_not_what_it_says_is_refused(array, said):
+    with pytest.raises(RefusedError, match=said):
+        from_record(ArrayRecord({"dx": array}))
+
+
+def test_arrays_survive_the_way():
+    tensors = {
+        "a": torch.randn(3, 2),
+        "b": torch.randn(4, dtype=torch.float64),
+        "c": torch.tensor(5),
+        "d": torch.zeros(0),
+        "e": torch.randn(4, 4).T,
+    }
+    back = from_record(to_record(tensors))
+    for name, value in tensors.items():
+        assert torch.equal(back[name], value)
+        assert back[name].dtype == value.dtype
+        back[name] += 1  # it can be written to
+
+
+REQUEST = Request("test", 0, 0, Stamp(1, 1), NEVER)
+
+
+def some_work():
+    kinds = example(fadamgc.FAdamGC(), torch.zeros(3))
+    return Work(REQUEST, True, fadamgc.FAdamGC(), Settings(rounds=1, local_steps=2), kinds.down._asdict(), {})
+
+
+def test_a_request_survives_the_way():
+    work = read_request(request_content(some_work()))
+    assert (work.request, work.tracked, work.algorithm) == (REQUEST, True, fadamgc.FAdamGC())
+    assert work.settings.local_steps == 2
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("round", "1", "round='1' is not of type int"),
+        ("round", 1.0, "is not of type int"),
+        ("algorithm", "fadamg", "cannot be understood: .*fadamgc"),
+        ("hyperparameters", "{", "cannot be understood"),
+        ("hyperparameters", json.dumps({"eta_l": -1}), "eta_l=-1"),
+        ("hyperparameters", json.dumps({"eta": 1}), "cannot be understood"),
+        ("local_steps", 0, "local_steps=0"),
+        ("tracked", 1, "not of type bool"),
+    ],
+)
+def test_a_request_that_cannot_be_understood_is_refused(key, value, said):
+    content = request_content(some_work())
+    content["request"][key] = value
+    with pytest.raises(RefusedError, match=said):
+        read_request(content)
+
+
+def test_replies_that_are_none_are_refused():
+    with pytest.raises(RefusedError, match="there is no reply in the message"):
+        read_reply(RecordDict())
+    good = reply_content(Reply(*REQUEST[:4], {}, {}, 0.5, 3))
+    assert read_reply(good).steps == 3
+    good["metrics"] = MetricRecord({"loss": 1, "steps": 3})
+    with pytest.raises(RefusedError, match="loss=1 is not of type float"):
+        read_reply(good)
+    with pytest.raises(RefusedError, match="the client refuses: no data"):
+        read_reply(refusal_content("data", "no data"))
+    with pytest.raises(RefusedError, match="has 0 samples"):
+        read_hello(hello_content(Hello(1, 0)), 3)
+
+
+def test_what_goes_wrong_at_a_client_is_said_at_the_server(tmp_path, caplog):
+    _, grid, strategy = make(tmp_path)
+    strategy._wait(grid, 3)
+    for path in (tmp_path / "node-1" / "test" / "client-1").glob("*"):
+        path.unlink()
+    messages = strategy.configure_train(1, ArrayRecord(), ConfigRecord(), grid)
+    messages[1].content["down"]["x"] = to_record({"x": torch.zeros(2)})["x"]
+    strategy.aggregate_train(1, strategy._exchange(grid, messages))
+    assert "client 1: the client refuses: client 1: the server's x is torch.float32 (2,)" in caplog.text
+    assert strategy.coordinator.history[0].dropped == (1,)
+
+
+# Config.
+
+
+def test_the_config_is_read_and_what_is_not_known_refused():
+    values = read_config({"algorithm": "scaffold", "eta_l": 0.1, "data.alpha": 0.3})
+    assert (values["rounds"], values["min-clients"]) == (10, 1)
+    with pytest.raises(InputError, match=r"config localsteps=3 is not known.*local-steps"):
+        read_config({"localsteps": 3})
+    with pytest.raises(InputError, match="config beta2=0.9 is not known"):
+        read_config({"algorithm": "fedavg", "beta2": 0.9})
+
+
+@pytest.mark.parametrize("given", [None, "0", -1, True])
+def test_a_node_must_know_who_it_is(given, monkeypatch, tmp_path):
+    context = Context(1, 1, {} if given is None else {"partition-id": given}, RecordDict(), {})
+    with pytest.raises(InputError, match="partition-id.*is not accepted; start the node with"):
+        number(context)
+    monkeypatch.setenv("FADAMGC_STATES", str(tmp_path))
+    assert state_folder(context) == tmp_path
+
+
+@pytest.mark.parametrize("name", ["round_timeout", "wait_timeout", "poll"])
+def test_waiting_for_no_time_is_refused(name, tmp_path):
+    with pytest.raises(InputError, match=f"{name}=0 is not accepted"):
+        make(tmp_path, **{name: 0})
+
+
+# The digits, as the example has them.
+
+
+def test_the_digits_app_gives_the_simulators_numbers_and_a_report(tmp_path):
+    from fadamgc.flower import digits
+
+    config = {
+        "algorithm": "fadamgc",
+        "eta_l": 0.003,
+        "experiment": "digits",
+        "clients": 3,
+        "rounds": 3,
+        "tracked": 2,
+        "local-steps": 4,
+        "batch-size": 16,
+        "data.alpha": 0.5,
+        "folder": str(tmp_path / "server"),
+        "wait-timeout": 5.0,
+    }
+    grid = Here(digits.client, tmp_path, 3)
+    plain = grid.context
+    grid.context = lambda client: Context(1, 1, plain(client).node_config, RecordDict(), config)
+    coordinator = federate(grid, digits.task(grid.context(0)), config)
+    task = build_task(DigitsTask(data="digits", clients=3, alpha=0.5), 0)
+    run = fadamgc.simulate(
+        fadamgc.FAdamGC(eta_l=0.003), task, rounds=3, tracked=2, local_steps=4, batch_size=16, executor="loop"
+    )
+    assert torch.equal(coordinator.server.x, run.x)
+    results = write_report(tmp_path / "server")
+    assert results.runs["FAdamGC"][0].history == run.history
+    assert (tmp_path / "server" / "report.html").stat().st_size > 10_000
+
+
+def test_the_command_says_what_runs(tmp_path):
+    from typer.testing import CliRunner
+
+    shown = CliRunner().invoke(cli, ["federation", "status", "--folder", str(tmp_path)])
+    assert shown.exit_code == 0
+    assert "no federation in" in shown.output
