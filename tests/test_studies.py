@@ -82,8 +82,12 @@ def test_every_study_is_complete_at_both_scales(name, scale):
     study = load_study(name, scale)
     for cell in study.cells:
         spec = cell.spec
-        assert spec.run.target is not None
         assert len(spec.run.seeds) == 4
+        if name == "theory":  # it has no target: what counts is where a method ends
+            assert all("eta_l" in method.hyperparameters for method in spec.methods)
+            assert set(study.measures) == {"final", "average"}
+            continue
+        assert spec.run.target is not None
         for method in spec.methods:
             given = method.hyperparameters
             assert ("eta_l" in given and "eta_g" in given) or spec.tune is not None

@@ -110,8 +110,9 @@ def check(jobs: Sequence[Job], workers: int | None = None) -> None:
     )
     need = records + min(at_once, len(jobs)) * checkpoints
     there = next(parent for parent in jobs[0].folder.parents if parent.exists())
-    free = shutil.disk_usage(there).free
-    if need > free:
+    disk = shutil.disk_usage(there)
+    if disk.total and need > disk.free:  # where there is no disk at all, writing will say so
+        free = disk.free
         raise InputError(
             f"out={str(jobs[0].folder.parent.parent)!r} is on a disk with {_size(free)} free; the runs need "
             f"about {_size(need)} ({_size(records)} to keep, the rest for checkpoints while they run): make "
