@@ -58,6 +58,11 @@ def process(*arguments: object, **options: object) -> subprocess.Popen[str]:
     return subprocess.Popen(command, **pipes | options)
 
 
+def hear_interrupts() -> None:
+    """As in a terminal; what a shell has put into the background would ignore them."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @pytest.fixture
 def spec(tmp_path: Path) -> Path:
     path = tmp_path / "spec.toml"
@@ -258,10 +263,15 @@ def test_the_shell_sees_a_message_and_an_exit_code(tmp_path):
 @pytest.mark.parametrize("workers", [1, 2])
 def test_an_interrupt_keeps_what_is_finished_and_says_how_to_go_on(spec, tmp_path, workers):
     options = ("--seeds", 1000, "--out", tmp_path / "out", "--workers", workers)
-    child = process("run", spec, *options, start_new_session=True)
-    seen = [child.stderr.readline() for _ in range(3)]
-    os.killpg(child.pid, signal.SIGINT)  # what a terminal does on Ctrl-C
-    out, err = child.communicate(timeout=60)
+    child = process("run", spec, *options, start_new_session=True, preexec_fn=hear_interrupts)
+    try:
+        seen = [child.stderr.readline() for _ in range(3)]
+        os.killpg(child.pid, signal.SIGINT)  # what a terminal does on Ctrl-C
+        out, err = child.communicate(timeout=60)
+    finally:
+        if child.poll() is None:
+            os.killpg(child.pid, signal.SIGKILL)
+            child.communicate()
     assert seen[2].startswith("[3/2000] LocalAdam, seed ")
     assert child.returncode == 130
     assert "Traceback" not in out + err

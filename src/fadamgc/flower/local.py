@@ -66,6 +66,7 @@ class Federation:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder).expanduser().resolve()
+        self._children: list[subprocess.Popen[bytes]] = []  # what this very process has started
 
     @property
     def environment(self) -> dict[str, str]:
@@ -127,6 +128,9 @@ class Federation:
             time.sleep(0.1)
         for process in running:
             _signal(process, signal.SIGKILL)  # of the whole group, so that nothing it started stays
+        for child in self._children:
+            child.wait(wait)
+        self._children = []
         (self.folder / FILE).unlink(missing_ok=True)
         return len(running)
 
@@ -199,6 +203,7 @@ class Federation:
                 start_new_session=True,
                 cwd=self.folder,
             )
+        self._children.append(started)
         process = Process(name, started.pid, _began(started.pid) or "", port, str(log))
         state = State(state.secure, [*state.processes, process])
         write_atomic(self.folder / FILE, json.dumps(asdict(state), indent=1).encode())
