@@ -310,20 +310,13 @@ class Coordinator:
         tracked = tuple(i for i, asked in self._asked.items() if asked.tracked)
         steps = [replies[i].steps if i in replies else 0 for i in sampled]
         work = (*(self.setup if t == 1 else ()), self.traffic.work(sampled, tracked, steps))
-        return Record(
-            round=t,
+        return Record.of(
+            *(t, evaluation, work, self.cost),
             train_loss=sums.mean_loss(),
-            test_loss=evaluation.get("test_loss"),
-            test_accuracy=evaluation.get("test_accuracy"),
-            test_metric=evaluation.get("test_metric"),
-            bytes_down=sum(sum(w.down) for w in work),
-            bytes_up=sum(sum(w.up) for w in work),
-            simulated_seconds=sum(self.cost.seconds(w) for w in work),
             wall_seconds=time.perf_counter() - self._began,
             sampled=sampled,
             tracked=tracked,
             dropped=tuple(i for i in sampled if i not in replies),
-            work=work,
         )
 
     # What lasts.

@@ -374,20 +374,13 @@ class Engine:
             evaluation = problem.evaluate(server.x, buffers, settings.seed, t)
         who = Draw(tuple(job.client for job in jobs), tuple(job.client for job in jobs if job.tracked))
         work = self._work(t, who, jobs)
-        record = Record(
-            round=t,
+        record = Record.of(
+            *(t, evaluation, work, self.cost),
             train_loss=sums.mean_loss(),
-            test_loss=evaluation.get("test_loss"),
-            test_accuracy=evaluation.get("test_accuracy"),
-            test_metric=evaluation.get("test_metric"),
-            bytes_down=sum(sum(w.down) for w in work),
-            bytes_up=sum(sum(w.up) for w in work),
-            simulated_seconds=sum(self.cost.seconds(w) for w in work),
             wall_seconds=time.perf_counter() - self._began,
             sampled=who.sampled,
             tracked=who.tracked,
             dropped=tuple(dropped),
-            work=work,
         )
         self.server, self.buffers, self.t = server, buffers, t
         return record

@@ -48,6 +48,23 @@ class Record:
     dropped: tuple[int, ...] = ()  # sampled, but their update was not finite
     work: tuple[Work, ...] = field(default=(), repr=False)
 
+    @classmethod
+    def of(
+        cls, t: int, evaluation: Mapping[str, float], work: tuple[Work, ...], cost: CostModel, **others: Any
+    ) -> Record:
+        """The record of round t from its evaluation (empty if there was none) and its priced work."""
+        return cls(
+            round=t,
+            test_loss=evaluation.get("test_loss"),
+            test_accuracy=evaluation.get("test_accuracy"),
+            test_metric=evaluation.get("test_metric"),
+            bytes_down=sum(sum(w.down) for w in work),
+            bytes_up=sum(sum(w.up) for w in work),
+            simulated_seconds=sum(cost.seconds(w) for w in work),
+            work=work,
+            **others,
+        )
+
     def to_json(self) -> dict[str, Any]:
         """As plain data; a column of equal numbers becomes one number."""
         plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
