@@ -127,13 +127,15 @@ def _pictures(spec: PicturesTask, seed: int, validation: float) -> Task:
     test_rows = test_rows[_some(test.y[test_rows], spec.test_samples)]
     labels = torch.from_numpy(train.y[rows])
     held = partition(spec, labels, seed)
-    clients = [_tensors(train, rows[own]) for own in held.indices]
+    clients = [_tensors(train, rows[own], spec.shrink) for own in held.indices]
     known = source(spec.data)
     side, outputs = known.side // spec.shrink, known.classes
     assert spec.mean is not None
     assert spec.std is not None
-    first = PictureInput(spec.mean, spec.std, spec.shrink, spec.augment)
+    first = PictureInput(spec.mean, spec.std, spec.augment)
     match spec.model:
+        case "mlp":
+            net = mlp(3 * side * side, [spec.width or 64], outputs, seed)
         case "cnn":
             net = convnet(outputs=outputs, width=spec.width or 16, side=side, seed=seed)
         case "resnet8":
@@ -143,12 +145,17 @@ def _pictures(spec: PicturesTask, seed: int, validation: float) -> Task:
         case _:
             assert_never(spec.model)
     model = nn.Sequential(first, net)
-    test_pair = _tensors(test, test_rows)
+    test_pair = _tensors(test, test_rows, spec.shrink)
     return Task(model, cross_entropy, clients, test_pair, metric="accuracy", name=spec.data)
 
 
-def _tensors(pictures: images.Pictures, rows: Rows) -> Pair:
-    return torch.from_numpy(np.ascontiguousarray(pictures.x[rows])), torch.from_numpy(pictures.y[rows])
+def _tensors(pictures: images.Pictures, rows: Rows, shrink: int) -> Pair:
+    x = np.ascontiguousarray(pictures.x[rows])
+    if shrink > 1:
+        n, colours, height, width = x.shape
+        squares = x.reshape(n, colours, height // shrink, shrink, width // shrink, shrink)
+        x = np.rint(squares.mean(axis=(3, 5))).astype(np.uint8)
+    return torch.from_numpy(x), torch.from_numpy(pictures.y[rows])
 
 
 def _some(labels: Rows, count: int | None) -> Rows:

@@ -134,8 +134,8 @@ class PicturesTask(LabelledTask):
     """Pictures from a data root, classified by a convolutional network."""
 
     data: Literal["cifar10", "cifar100", "tiny-imagenet"]
-    model: Literal["cnn", "resnet8", "resnet18"] = "cnn"
-    width: Count | None = None  # channels of the first layer; None: the model's own
+    model: Literal["mlp", "cnn", "resnet8", "resnet18"] = "cnn"
+    width: Count | None = None  # of the first layer; None: the model's own
     norm: Literal["group", "batch"] = "group"
     clients: Count = 100
     mean: Colour | None = None  # of the pixels, as shares of white; None: the data set's
@@ -161,8 +161,8 @@ class PicturesTask(LabelledTask):
 
     @after_all(mode="after")
     def _batch_norm(self) -> PicturesTask:
-        if self.norm == "batch" and self.model == "cnn":
-            raise ValueError("norm='batch' is for the resnets; the cnn has norm='group'")
+        if self.norm == "batch" and self.model in ("mlp", "cnn"):
+            raise ValueError("norm='batch' is for the resnets; the cnn has group norm, the mlp none")
         return self
 
 

@@ -46,35 +46,34 @@ def cnn(
 
 
 def convnet(channels: int = 3, side: int = 32, outputs: int = 10, width: int = 16, *, seed: int) -> nn.Module:
-    """Three 3x3 convolutions with group norm and pooling, a mean over the picture, a linear layer.
+    """Two strided convolutions with group norm and a linear layer: little work for its accuracy.
 
     Args:
         channels: colour channels of a picture.
-        side: its height and width, a multiple of 8.
+        side: its height and width, a multiple of 4.
         outputs: numbers in one output.
-        width: channels of the first convolution; each later one has twice those of the one before.
+        width: channels of the first convolution; the second has twice as many.
         seed: of the initial weights; the same seed gives the same weights.
 
-    >>> sum(p.numel() for p in convnet(seed=0).parameters())
-    24346
+    >>> sum(p.numel() for p in convnet(side=16, seed=0).parameters())
+    10602
     """
     for name, value in (("channels", channels), ("outputs", outputs), ("width", width)):
         check_integer(name, value, 1)
-    check_integer("side", side, 8)
+    check_integer("side", side, 4)
     check_integer("seed", seed, 0)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        layers: list[nn.Module] = []
-        before = channels
-        for after in (width, 2 * width, 4 * width):
-            layers += [
-                nn.Conv2d(before, after, kernel_size=3, padding=1, bias=False),
-                nn.GroupNorm(_groups(after), after),
-                nn.ReLU(),
-                nn.MaxPool2d(2),
-            ]
-            before = after
-        return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(before, outputs))
+        return nn.Sequential(
+            nn.Conv2d(channels, width, kernel_size=4, stride=2, padding=1, bias=False),
+            nn.GroupNorm(_groups(width), width),
+            nn.ReLU(),
+            nn.Conv2d(width, 2 * width, kernel_size=3, stride=2, padding=1, bias=False),
+            nn.GroupNorm(_groups(2 * width), 2 * width),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(2 * width * (side // 4) ** 2, outputs),
+        )
 
 
 def cnn1d(channels: int = 9, outputs: int = 6, width: int = 16, *, seed: int) -> nn.Module:

@@ -19,7 +19,6 @@ class PictureInput(nn.Module):
     Args:
         mean: of the pixels of each colour, as shares of white.
         std: their standard deviation.
-        shrink: average over squares of so many pixels.
         augment: "none", "flip" (left and right, half of the pictures) or "crop-flip" (also moved by up to
             an eighth of the side, with black around).
     """
@@ -27,19 +26,15 @@ class PictureInput(nn.Module):
     mean: Tensor
     std: Tensor
 
-    def __init__(
-        self, mean: Sequence[float], std: Sequence[float], shrink: int = 1, augment: str = "none"
-    ) -> None:
+    def __init__(self, mean: Sequence[float], std: Sequence[float], augment: str = "none") -> None:
         super().__init__()
-        self.shrink, self.augment = shrink, augment
+        self.augment = augment
         self.register_buffer("mean", 255 * torch.tensor(mean)[:, None, None], persistent=False)
         self.register_buffer("std", 255 * torch.tensor(std)[:, None, None], persistent=False)
 
     def forward(self, pictures: Tensor) -> Tensor:
         """Pictures (n, colours, side, side) as numbers of mean 0 and standard deviation 1."""
         x = (pictures.to(self.mean.dtype) - self.mean) / self.std
-        if self.shrink > 1:
-            x = F.avg_pool2d(x, self.shrink)
         if self.training and self.augment != "none":
             x = self._changed(x)
         return x
