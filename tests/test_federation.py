@@ -127,13 +127,16 @@ class World:
 # The same numbers as the simulator's.
 
 
-@pytest.mark.parametrize("name", fadamgc.algorithms())
-def test_a_federation_gives_the_simulators_numbers(name, tmp_path):
-    algo = fadamgc.make_algorithm(name)
+@pytest.mark.parametrize(
+    ("name", "how"), [*((name, {}) for name in fadamgc.algorithms()), ("scaffold", {"option": "I"})]
+)
+def test_a_federation_gives_the_simulators_numbers(name, how, tmp_path):
+    algo = fadamgc.make_algorithm(name, **how)
     options = {"local_epochs": 1, "local_steps": None} if not algo.full_participation else {}
     if algo.full_participation:
         options |= {"sampled": None, "tracked": None, "min_clients": len(SIZES)}
     world = World(tmp_path, algo, dtype=torch.float32, **options)
+    world.server.samples = dict(enumerate(SIZES))
     world.setup()
     while not world.server.over():
         world.round()

@@ -308,7 +308,7 @@ class Coordinator:
             evaluation = self.problem.evaluate(server.x, buffers, self.settings.seed, t)
         sampled = tuple(self._asked)
         tracked = tuple(i for i, asked in self._asked.items() if asked.tracked)
-        steps = [replies[i].steps if i in replies else 0 for i in sampled]
+        steps = [self._steps(replies[i]) if i in replies else 0 for i in sampled]
         work = (*(self.setup if t == 1 else ()), self.traffic.work(sampled, tracked, steps))
         return Record.of(
             *(t, evaluation, work, self.cost),
@@ -318,6 +318,11 @@ class Coordinator:
             tracked=tracked,
             dropped=tuple(i for i in sampled if i not in replies),
         )
+
+    def _steps(self, reply: Reply) -> int:
+        """What a client's work costs, with the pass over its data that some algorithms make in each round."""
+        samples = self.samples.get(reply.client, 1)
+        return reply.steps + (self.settings.passes(samples) if self.algorithm.round_gradient else 0)
 
     # What lasts.
 

@@ -104,8 +104,7 @@ def answer(
         if first:
             g = party.gradient(down["x"], buffers, settings.seed)
             keeper.save(after(kept, request, algorithm.init_client(down["x"], g)))
-            passes = 1 if settings.batch_size is None else -(-party.samples // settings.batch_size)
-            return Reply(*request[:4], {"g": g}, buffers, 0.0, passes)
+            return Reply(*request[:4], {"g": g}, buffers, 0.0, settings.passes(party.samples))
         message = type(kinds.down)(**down)
         state = algorithm.init_client(message.x) if kept.state is None else kept.state
         result = party.round(algorithm, settings, request.stamp.round, message, buffers, state, tracked)

@@ -317,8 +317,7 @@ class Engine:
 
     def _pass(self, client: int) -> int:
         """How many steps one pass over a client's data costs."""
-        size, batch = int(self.problem.size[client]), self.settings.batch_size
-        return 1 if batch is None else -(-size // batch)
+        return self.settings.passes(int(self.problem.size[client]))
 
     def over(self) -> bool:
         """Whether the last round or the target has been reached."""

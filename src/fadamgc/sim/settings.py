@@ -142,6 +142,10 @@ class Settings:
         """Local steps of a client with that many samples."""
         return steps_of(samples, self.batch_size, self.local_steps, self.local_epochs)
 
+    def passes(self, samples: int) -> int:
+        """Steps that one pass over a client's data costs."""
+        return 1 if self.batch_size is None else -(-samples // self.batch_size)
+
     def weight_of(self, sizes: np.ndarray[Any, Any]) -> list[float] | None:
         """Weights with mean 1 over all clients; None where all are the same."""
         if self.weights == "uniform":
