@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from fadamgc.cli import app
-from fadamgc.errors import InputError
+from fadamgc.errors import CheckpointError, InputError
 from fadamgc.experiments import comparison, theory
 from fadamgc.experiments.build import build_task
 from fadamgc.experiments.paper import BETA2, MAIN, METHODS
@@ -22,6 +22,7 @@ from fadamgc.experiments.runner import run_spec
 from fadamgc.experiments.spec import MethodSpec
 from fadamgc.experiments.study import parse_study, read_study, write_study
 from fadamgc.experiments.theory import Bound, Constants, bound, constants, slope
+from fadamgc.files import read_bundle
 
 STUDY = """
 name = "theory"
@@ -251,6 +252,14 @@ def test_what_is_kept_makes_the_same_report(root, tmp_path):
         assert keep(root / name, tmp_path / name) > 1000
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert not any(path.suffix in (".safetensors", ".html") for path in files)
+    runs = [path for path in files if path.parent.parent.name == "runs"]
+    assert runs
+    assert {path.name for path in runs} == {"run.json.gz"}
+    runs[0].write_bytes(runs[0].read_bytes()[:-20])
+    with pytest.raises(CheckpointError, match="is truncated"):
+        read_bundle(runs[0].parent, "run")
+    for name in ("main-cifar10", "theory"):
+        keep(root / name, tmp_path / name)
     assert markdown(read_results(tmp_path / "main-cifar10")) == markdown(read_results(root / "main-cifar10"))
     write_study_report(tmp_path / "theory")
     for name in ("summary.md", "summary.csv", "bounds.md"):

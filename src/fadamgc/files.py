@@ -7,9 +7,11 @@ bundle that was there before, or the new one.
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import os
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -85,19 +87,26 @@ def write_bundle(folder: Path, name: str, content: Mapping[str, Any], tensors: M
 
 def has_bundle(folder: Path, name: str) -> bool:
     """Whether a bundle was ever completed there."""
-    return (folder / f"{name}.json").exists()
+    return _bundle(folder, name).exists()
+
+
+def _bundle(folder: Path, name: str) -> Path:
+    """Its file; one that was packed for keeping is read where it is the only one."""
+    plain, packed = folder / f"{name}.json", folder / f"{name}.json.gz"
+    return packed if packed.exists() and not plain.exists() else plain
 
 
 def read_bundle(folder: Path, name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Read a bundle back, refusing anything that is not byte for byte what was written."""
-    path = folder / f"{name}.json"
+    path = _bundle(folder, name)
     try:
-        body = json.loads(path.read_text())
+        data = path.read_bytes()
+        body = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
     except (FileNotFoundError, NotADirectoryError):
         others = sorted(other.name for other in folder.glob("*.json"))
         hint = f"; the folder holds {', '.join(others)}" if others else ""
         raise CheckpointError(f"{path} does not exist{hint}") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise CheckpointError(
             f"{path} cannot be read ({error}); it is truncated or not of this kind"
         ) from error
