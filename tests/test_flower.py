@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 import time
 
 import pytest
@@ -22,6 +23,7 @@ from fadamgc.cli import app as cli  # noqa: E402
 from fadamgc.errors import InputError  # noqa: E402
 from fadamgc.experiments.build import build_task  # noqa: E402
 from fadamgc.experiments.report import write_report  # noqa: E402
+from fadamgc.experiments.results import read_results  # noqa: E402
 from fadamgc.experiments.spec import DigitsTask  # noqa: E402
 from fadamgc.flower import client_app  # noqa: E402
 from fadamgc.flower.client import number, state_folder  # noqa: E402
@@ -444,7 +446,7 @@ def test_waiting_for_no_time_is_refused(name, tmp_path):
 # The digits, as the example has them.
 
 
-def test_the_digits_app_gives_the_simulators_numbers_and_a_report(tmp_path):
+def test_the_digits_app_gives_the_simulators_numbers_and_a_report(tmp_path, caplog):
     from fadamgc.flower import digits
 
     config = {
@@ -472,6 +474,13 @@ def test_the_digits_app_gives_the_simulators_numbers_and_a_report(tmp_path):
     results = write_report(tmp_path / "server")
     assert results.runs["FAdamGC"][0].history == run.history
     assert (tmp_path / "server" / "report.html").stat().st_size > 10_000
+
+    shutil.rmtree(tmp_path / "server" / "runs")  # as if killed after the last checkpoint
+    with caplog.at_level("INFO", logger="fadamgc"):
+        again = federate(None, digits.task(grid.context(0)), config)  # nobody has to be there for it
+    assert "digits: ended before, after round 3" in caplog.text
+    assert torch.equal(again.server.x, run.x)
+    assert read_results(tmp_path / "server").runs["FAdamGC"][0].history == run.history
 
 
 def test_the_command_says_what_runs(tmp_path):

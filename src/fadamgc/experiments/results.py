@@ -231,8 +231,8 @@ def _final(final: Spread, accuracy: bool) -> str:
 def _pm(spread: Spread, form: str) -> str:
     if math.isnan(spread.mean):
         return DASH
-    std = DASH if math.isnan(spread.std) else format(spread.std, form)
-    return f"{spread.mean:{form}} ± {std}"
+    std = "" if math.isnan(spread.std) else f" ± {spread.std:{form}}"
+    return f"{spread.mean:{form}}{std}"
 
 
 def _three_figures(column: Sequence[float]) -> str:

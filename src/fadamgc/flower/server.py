@@ -89,6 +89,14 @@ def federate(grid: Grid, task: Task, config: Mapping[str, Any]) -> Coordinator:
     coordinator = make_coordinator(task, values)
     assert coordinator.store is not None
     folder = coordinator.store
+    if coordinator.over():
+        write_history(coordinator, folder)  # a server killed after its last round had no time for it
+        log.info(
+            "%s: ended before, after round %d; more rounds go on with it, another experiment begins anew. "
+            "`fadamgc report %s` draws it",
+            *(coordinator.experiment, coordinator.t, folder),
+        )
+        return coordinator
 
     def on_round(record: Record) -> None:
         value = "" if record.test_metric is None else f", {record.test_metric:.4g} on the test data"
