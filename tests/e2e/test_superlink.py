@@ -101,6 +101,12 @@ def wait_for(condition, what):
         time.sleep(0.2)
 
 
+def kill(federation, name):
+    process = next(p for p in federation.read().processes if p.name == name)
+    os.killpg(process.pid, signal.SIGKILL)
+    wait_for(lambda: not process.alive, f"the end of {name}")
+
+
 def rounds_done(folder):
     return server_of(folder)[0]["round"] if has_bundle(folder, "federation") else 0
 
@@ -112,13 +118,11 @@ def test_kills_lose_nothing_and_count_nothing_twice(federation, tmp_path):
     going = threading.Thread(target=lambda: quietly(federation, words), daemon=True)
     going.start()
     wait_for(lambda: rounds_done(folder) >= 1, "the first round")
-    node = next(p for p in federation.read().processes if p.name == "node 1")
-    os.killpg(node.pid, signal.SIGKILL)
+    kill(federation, "node 1")
     wait_for(lambda: rounds_done(folder) >= 2, "a round without node 1")
     federation.start_again("node 1")
     wait_for(lambda: rounds_done(folder) >= 3, "a round after that")
-    link = federation.read().processes[0]
-    os.killpg(link.pid, signal.SIGKILL)
+    kill(federation, "superlink")
     going.join(LIMIT)
     federation.down()
     federation.up(3, wait=LIMIT)  # the nodes find their states in their files
@@ -163,3 +167,10 @@ def test_with_keys_only_those_who_are_known_take_part(federation, tmp_path):
         child.wait(10)
     federation.run(APP, config(tmp_path / "server", rounds=1))
     assert rounds_done(tmp_path / "server") == 1
+
+    kill(federation, "node 1")
+    federation.start_again("node 1")  # with its key: it is the client it was, with its state
+    federation.run(APP, config(tmp_path / "server", rounds=2))
+    content, tensors = server_of(tmp_path / "server")
+    assert [r["dropped"] for r in content["history"]] == [[], []]
+    torch.testing.assert_close(tensors["server.x"], simulated("fadamgc", 2).x, rtol=1e-5, atol=1e-7)

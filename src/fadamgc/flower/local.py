@@ -25,6 +25,8 @@ from fadamgc.files import write_atomic
 FILE = "federation.json"
 NAME = "local"  # of the federation in Flower's config
 HOST = "127.0.0.1"
+RETRY = 5.0  # seconds
+SILENT = 15.0  # seconds after which a node that lives is taken to be there, whatever it says
 QUIET = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
@@ -41,6 +43,7 @@ class Process:
     began: str  # as the system has it
     port: int
     log: str
+    since: int = 0  # where in the log its own lines begin
 
     @property
     def alive(self) -> bool:
@@ -134,8 +137,12 @@ class Federation:
         (self.folder / FILE).unlink(missing_ok=True)
         return len(running)
 
-    def start_again(self, name: str) -> Process:
-        """Start a node again that has died; its state is in its files."""
+    def start_again(self, name: str, wait: float = 180.0) -> Process:
+        """Start a node again that has died; its state is in its files.
+
+        A SuperLink takes a node with a key back only when it has missed the dead one for a minute or so, and
+        such a node ends at once when it is too early: it is tried until then.
+        """
         state = self.read()
         old = next((process for process in state.processes if process.name == name), None)
         if old is None or old.alive:
@@ -143,12 +150,22 @@ class Federation:
         nodes = len(state.processes) - 1
         secrets = self.folder / "keys" if state.secure else None
         i = int(name.removeprefix("node "))
-        (port,) = free_ports(1)
         link = state.processes[0].port
         others = State(state.secure, [process for process in state.processes if process.name != name])
-        return self._start(others, name, port, self._node_command(i, nodes, link, port, secrets)).processes[
-            -1
-        ]
+        until = time.monotonic() + wait
+        while True:
+            (port,) = free_ports(1)
+            command = self._node_command(i, nodes, link, port, secrets)
+            process = self._start(others, name, port, command).processes[-1]
+            try:
+                _registered(process, until - time.monotonic())
+            except FadamgcError:
+                _signal(process, signal.SIGKILL)  # what it has started does not end by itself
+                if time.monotonic() + RETRY > until:
+                    raise
+                time.sleep(RETRY)
+            else:
+                return process
 
     def flwr(self, *words: str, timeout: float | None = None, show: bool = False) -> str:
         """Run Flower's own command."""
@@ -194,6 +211,7 @@ class Federation:
     def _start(self, state: State, name: str, port: int, command: Sequence[str]) -> State:
         log = self.folder / "logs" / f"{name.replace(' ', '-')}.log"
         with open(log, "ab") as file:
+            since = file.tell()
             started = subprocess.Popen(
                 command,
                 env=self.environment,
@@ -204,7 +222,7 @@ class Federation:
                 cwd=self.folder,
             )
         self._children.append(started)
-        process = Process(name, started.pid, _began(started.pid) or "", port, str(log))
+        process = Process(name, started.pid, _began(started.pid) or "", port, str(log), since)
         state = State(state.secure, [*state.processes, process])
         write_atomic(self.folder / FILE, json.dumps(asdict(state), indent=1).encode())
         return state
@@ -275,8 +293,17 @@ def _listening(process: Process, wait: float) -> None:
 
 
 def _registered(process: Process, wait: float) -> None:
-    """A node is there when it listens for its apps."""
+    """A node is there when it says which number the SuperLink has given it."""
+    until = time.monotonic() + wait
     _listening(process, wait)
+    heard = time.monotonic() + SILENT
+    while process.alive:
+        if b"SuperNode ID" in Path(process.log).read_bytes()[process.since :] or time.monotonic() > heard:
+            return
+        if time.monotonic() > until:
+            break
+        time.sleep(0.1)
+    raise FadamgcError(f"the {process.name} was not taken in by the SuperLink; {_tail(process)}")
 
 
 def _tail(process: Process) -> str:
