@@ -57,6 +57,9 @@ def svg(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
+ALMOST_ALL = 0.7  # curves that come so high are shown up to 100 %
+
+
 def _draw(panel: Axes, results: Results, lines: Mapping[str, pd.DataFrame], x: str) -> None:
     labels = list(results.runs)
     for number, label in enumerate(labels):
@@ -78,7 +81,8 @@ def _draw(panel: Axes, results: Results, lines: Mapping[str, pd.DataFrame], x: s
         panel.axhline(results.spec.run.target, color="0.35", linewidth=1, linestyle=(0, (4, 3)), label=target)
     if results.accuracy:
         panel.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0, symbol=" %"))
-        panel.set_ylim(0, 1)
+        highest = max([*(line["high"].max() for line in lines.values()), results.spec.run.target or 0.0])
+        panel.set_ylim(0, 1 if highest > ALMOST_ALL else 1.1 * highest or 1)
     else:
         panel.set_yscale("log", nonpositive="mask")
     panel.set_xlim(0, max((line[x].max() for line in lines.values()), default=1))
