@@ -9,6 +9,8 @@ import pyarrow as pa
 from PIL import Image
 from pyarrow import parquet
 
+from tiny import sentences
+
 
 def picture(pixels, kind="PNG", mode="RGB"):
     buffer = io.BytesIO()
@@ -50,4 +52,16 @@ def har(root, people=30, each=12):
     subject = np.repeat(np.arange(people), each).astype(np.uint8)
     is_test = np.arange(n) % 4 == 3
     np.savez(root / "uci_har" / "har.npz", x=x, y=y.astype(np.uint8), subject=subject, is_test=is_test)
+    return root
+
+
+def texts(root, name="glue/sst2", train=60, test=20):
+    """A set of a few texts, in the layout of the known one."""
+    from fadamgc.data.sources import source
+
+    known = source(name)
+    for split, count in zip(known.splits, (train, test), strict=True):
+        columns = {c: sentences(count, seed=i)[0] for i, c in enumerate(known.inputs)}
+        labels = [y % known.classes for y in sentences(count, classes=known.classes)[1]]
+        write_rows(root / name / f"{split}-00000-of-00001.parquet", **columns, **{known.label: labels})
     return root

@@ -7,6 +7,7 @@ fixed     frozen parameters and buffers that training leaves alone: neither trai
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -69,6 +70,15 @@ class Flat:
             name: piece.view(shape)
             for name, piece, shape in zip(self.names, pieces, self.shapes, strict=True)
         }
+
+    def copy(self, module: nn.Module) -> nn.Module:
+        """A module of its own, whose frozen parameters lie where the other's do."""
+        shared: dict[int, nn.Parameter] = {
+            id(p): nn.Parameter(p.data, requires_grad=False)
+            for name, p in module.named_parameters()
+            if name not in self.names
+        }
+        return copy.deepcopy(module, shared)
 
     @torch.no_grad()
     def load(self, module: nn.Module, x: Tensor, buffers: Mapping[str, Tensor] | None = None) -> None:

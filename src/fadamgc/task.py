@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -174,7 +173,7 @@ class Probe(NamedTuple):
 def probe(model: nn.Module, loss: Loss, x: Tensor, y: Tensor) -> Probe:
     """One batch through a copy of the model in training mode; an error of the model names the shapes."""
     with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
-        module = copy.deepcopy(model).train()
+        module = Flat.of(model).copy(model).train()
         first = next(p for p in module.parameters() if p.requires_grad)
         x, y = (cast(part, first.dtype, first.device).clone() for part in (x, y))
         try:

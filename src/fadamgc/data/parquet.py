@@ -45,13 +45,14 @@ def read(files: Sequence[Path], columns: Sequence[str], batch: int = 2000) -> It
             ) from error
 
 
-def labels(rows: Rows, column: str, classes: int) -> npt.NDArray[np.int64]:
-    """A column of labels, each of which is one of the classes."""
+def labels(rows: Rows, column: str, classes: int | None) -> npt.NDArray[np.int64]:
+    """A column of labels, each of which is one of the classes; None: as many as there are."""
     values = rows.columns[column].to_pylist()
     for i, value in enumerate(values):
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < classes:
-            raise InputError(
-                f"{rows.file}: row {rows.first + i} has {column}={value!r}; "
-                f"there are {classes} classes, 0 to {classes - 1}"
-            )
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if not whole or value < 0 or (classes is not None and value >= classes):
+            known = "labels are whole numbers from 0"
+            if classes is not None:
+                known = f"there are {classes} classes, 0 to {classes - 1}"
+            raise InputError(f"{rows.file}: row {rows.first + i} has {column}={value!r}; {known}")
     return np.array(values, dtype=np.int64)

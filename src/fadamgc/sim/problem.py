@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 from collections.abc import Mapping
 from functools import cached_property
@@ -41,7 +40,8 @@ class Problem:
         self.task = task
         self.dtype = dtype or first.dtype
         self.device = first.device
-        module = copy.deepcopy(task.model)
+        self.flat = Flat.of(task.model)
+        module = self.flat.copy(task.model)
         if dtype is not None:
             module = module.to(dtype=dtype)
         if device is not None:
@@ -51,7 +51,6 @@ class Problem:
             except (RuntimeError, AssertionError) as error:
                 raise InputError(f"device={device!r} cannot be used here: {error}") from error
         self.module = module.requires_grad_(False)
-        self.flat = Flat.of(task.model)
         self.x0 = self.flat.flatten(self.module)
         self.inputs, self.targets = (
             torch.cat([cast(pair[part], self.dtype, self.device) for pair in task.pairs]) for part in (0, 1)

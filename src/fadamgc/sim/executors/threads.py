@@ -7,7 +7,6 @@ algorithm run in place over the flat vectors. What comes out does not depend on 
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -153,7 +152,7 @@ class Place:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.module = copy.deepcopy(problem.module).train()
+        self.module = problem.flat.copy(problem.module).train()
         self.x, self.g = torch.empty_like(problem.x0), torch.empty_like(problem.x0)
         named = dict(self.module.named_parameters())
         self.parameters = [named[name] for name in problem.flat.names]
@@ -224,7 +223,10 @@ class Place:
         if problem is self.problem:
             return
         self.problem = problem
-        self._set_buffers(problem.fixed)
+        own = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+        for name, value in problem.fixed.items():
+            if own[name].data_ptr() != value.data_ptr():
+                own[name].data = value.clone()
 
     @torch.no_grad()
     def _set_buffers(self, values: dict[str, Tensor]) -> None:

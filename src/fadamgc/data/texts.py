@@ -1,0 +1,157 @@
+"""Data sets of texts: those that are known by name, and one's own as parquet or CSV."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from fadamgc.data import parquet
+from fadamgc.data.sources import Source, files_of, source
+from fadamgc.errors import InputError
+
+log = logging.getLogger("fadamgc")
+
+HEADER = re.compile(r"[A-Za-z][\w-]*: ")  # how a post begins that has its header
+
+
+class Texts(NamedTuple):
+    """Texts, or pairs of texts, and their labels."""
+
+    first: list[str]
+    second: list[str] | None
+    y: npt.NDArray[np.int64]
+
+
+def load(
+    name: str, split: str, root: Path | None = None, progress: Callable[[int], object] | None = None
+) -> Texts:
+    """One part of a known data set.
+
+    Of newsgroup posts, headers, footers and quotes are taken away, because they give the label away; posts of
+    which nothing stays are left out.
+
+    Args:
+        name: of the data set.
+        split: "train" or "test".
+        root: the data root; None is where ``data_root`` says.
+        progress: told how many rows have been read.
+    """
+    known = source(name)
+    if known.kind != "texts":
+        raise InputError(f"data={name!r} is a set of {known.kind}, not of texts")
+    files = files_of(known, known.splits[0 if split == "train" else 1], root)
+    found = collect(
+        _checked(parquet.read(files, (*known.inputs, known.label)), known),
+        known.inputs,
+        known.label,
+        progress,
+    )
+    return without_headers(found) if known.name == "20_newsgroups" else found
+
+
+def read(path: str | Path, columns: Sequence[str], label: str) -> Texts:
+    """Texts of one's own.
+
+    Args:
+        path: a .parquet or .csv file.
+        columns: of the texts; one, or two for pairs.
+        label: the column of labels, whole numbers from 0.
+    """
+    path = Path(path)
+    if len(columns) not in (1, 2):
+        raise InputError(f"columns={list(columns)} is not accepted; give one column of texts, or two")
+    if not path.is_file():
+        raise InputError(f"data={str(path)!r} does not exist")
+    if path.suffix == ".parquet":
+        rows = parquet.read([path], (*columns, label))
+    elif path.suffix == ".csv":
+        rows = _csv(path, (*columns, label))
+    else:
+        raise InputError(f"data={str(path)!r} is neither a .parquet nor a .csv file")
+    return collect(rows, columns, label)
+
+
+def collect(
+    rows: Iterator[parquet.Rows],
+    columns: Sequence[str],
+    label: str,
+    progress: Callable[[int], object] | None = None,
+) -> Texts:
+    """The texts of all rows; one that is empty or none is refused."""
+    texts: list[list[str]] = [[] for _ in columns]
+    y: list[npt.NDArray[np.int64]] = []
+    file = None
+    for some in rows:
+        file = some.file
+        for column, found in zip(columns, texts, strict=True):
+            for i, text in enumerate(some.columns[column].to_pylist()):
+                if not isinstance(text, str):
+                    raise InputError(f"{file}: row {some.first + i} has {column}={text!r}, which is no text")
+                if not text.strip():
+                    raise InputError(f"{file}: row {some.first + i} has an empty text in {column!r}")
+                found.append(text)
+        y.append(parquet.labels(some, label, None))
+        if progress is not None:
+            progress(len(texts[0]))
+    if file is None or not texts[0]:
+        raise InputError("there are no rows of texts; are the files the right ones?")
+    return Texts(texts[0], texts[1] if len(texts) > 1 else None, np.concatenate(y))
+
+
+def without_headers(texts: Texts) -> Texts:
+    """Newsgroup posts without headers, footers and quotes; those of which nothing stays are left out."""
+    from sklearn.datasets._twenty_newsgroups import (
+        strip_newsgroup_footer,
+        strip_newsgroup_header,
+        strip_newsgroup_quoting,
+    )
+
+    def bare(post: str) -> str:
+        if HEADER.match(post) is None:  # it has been done already
+            return post
+        return str(strip_newsgroup_footer(strip_newsgroup_quoting(strip_newsgroup_header(post))))
+
+    posts = [bare(post).strip() for post in texts.first]
+    kept = [i for i, post in enumerate(posts) if post]
+    if len(kept) < len(posts):
+        log.info(
+            "%d of %d posts are nothing but headers, footers and quotes", len(posts) - len(kept), len(posts)
+        )
+    return Texts([posts[i] for i in kept], None, texts.y[kept])
+
+
+def _checked(rows: Iterator[parquet.Rows], known: Source) -> Iterator[parquet.Rows]:
+    for some in rows:
+        parquet.labels(some, known.label, known.classes)
+        if known.name == "20_newsgroups":  # some are empty after an earlier removal of headers
+            texts = some.columns[known.inputs[0]]
+            keep = [
+                i for i, text in enumerate(texts.to_pylist()) if not isinstance(text, str) or text.strip()
+            ]
+            some = some._replace(columns={name: column.take(keep) for name, column in some.columns.items()})
+        yield some
+
+
+def _csv(path: Path, columns: Sequence[str]) -> Iterator[parquet.Rows]:
+    try:
+        import pyarrow as pa
+        from pyarrow import csv
+    except ImportError:
+        raise InputError("reading texts needs pyarrow; pip install 'fadamgc[data]'") from None
+    try:
+        options = csv.ConvertOptions(strings_can_be_null=False)
+        table: Any = csv.read_csv(
+            path, parse_options=csv.ParseOptions(newlines_in_values=True), convert_options=options
+        )
+    except (pa.ArrowException, OSError) as error:
+        raise InputError(f"{path} cannot be read as CSV: {str(error).strip().splitlines()[0]}") from None
+    for column in columns:
+        if column not in table.column_names:
+            raise InputError(f"{path}: there is no column {column!r}; it has {', '.join(table.column_names)}")
+    yield parquet.Rows(path, 0, {name: table.column(name) for name in columns})

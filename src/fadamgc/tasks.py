@@ -1,0 +1,139 @@
+"""Ready-made tasks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.functional import cross_entropy
+
+from fadamgc.data import Partition, texts
+from fadamgc.data.sources import SOURCES
+from fadamgc.data.texts import Texts
+from fadamgc.errors import InputError, nearest
+from fadamgc.models import text as models
+from fadamgc.task import Pair, Task
+
+
+def text(
+    base: str | Path = models.MINILM,
+    data: str | Path = "glue/sst2",
+    *,
+    test: str | Path | None = None,
+    columns: tuple[str, ...] = ("text",),
+    label: str = "label",
+    clients: int = 100,
+    alpha: float | None = 0.1,
+    seed: int = 0,
+    adapters: Any = None,
+    tokenizer: Any = None,
+    upper_layers: int | None = None,
+    dropout: float | None = None,
+    length: int = 128,
+) -> Task:
+    """Texts to be classified by a pretrained transformer, of which adapters and head are trained.
+
+    Only these are in the flat vector, corrected, kept by clients and sent; the base model is in memory once.
+
+    Args:
+        base: a sequence-classification model of Hugging Face's: "minilm" (all-MiniLM-L6-v2, which comes with
+            ``fadamgc[text]``), a folder, or a name on the hub.
+        data: "20_newsgroups", "glue/sst2", "glue/qnli", "glue/qqp", or a .parquet or .csv file.
+        test: a file of the same columns to test on; for a data set that is known, its own test part.
+        columns: of texts in one's own files: one, or two for pairs.
+        label: the column of labels there, whole numbers from 0.
+        clients: among how many the train data are dealt out.
+        alpha: of the Dirichlet distribution of labels; None: all clients get the same mixture.
+        seed: of the partition, the adapters and the head.
+        adapters: a ``peft.LoraConfig``; None is rank 8 on queries and values (GPT-2: 16 on all projections).
+        tokenizer: another than the base model's.
+        upper_layers: adapters in so many layers from the top; what is below is computed once, for all
+            rounds, without dropout. None: adapters in all layers.
+        dropout: in the base model; None: as it has it.
+        length: tokens of a text (or pair); the rest is cut.
+
+    Example:
+        >>> task = fadamgc.tasks.text(data="reviews.csv", columns=("review",), clients=20)  # doctest: +SKIP
+    """
+    known = str(data) in SOURCES
+    if known:
+        train, held = texts.load(str(data), "train"), texts.load(str(data), "test")
+        classes = SOURCES[str(data)].classes
+    else:
+        if Path(data).suffix not in (".parquet", ".csv"):
+            names = [name for name, source in SOURCES.items() if source.kind == "texts"]
+            raise InputError(
+                f"data={str(data)!r} is not known{nearest(str(data), names)}; "
+                f"give a .parquet or .csv file or one of {', '.join(names)}"
+            )
+        train = texts.read(data, columns, label)
+        held = train if test is None else texts.read(test, columns, label)
+        classes = int(max(train.y.max(), 1)) + 1
+        beyond = np.flatnonzero(held.y >= classes)
+        if len(beyond):
+            raise InputError(
+                f"test={str(test)!r}: row {beyond[0]} has {label}={held.y[beyond[0]]}; the train data have "
+                f"{classes} classes, 0 to {classes - 1}"
+            )
+    from fadamgc.data import dirichlet, iid
+
+    labels = torch.from_numpy(train.y)
+    dealt = iid(labels, clients, seed) if alpha is None else dirichlet(labels, clients, alpha, seed)
+    return text_task(
+        *(train, held if known or test is not None else None, dealt, classes, seed),
+        base=base,
+        adapters=adapters,
+        tokenizer=tokenizer,
+        upper_layers=upper_layers,
+        dropout=dropout,
+        length=length,
+        name=str(data) if known else Path(data).stem,
+    )
+
+
+def text_task(
+    train: Texts,
+    test: Texts | None,
+    dealt: Partition,
+    classes: int,
+    seed: int,
+    *,
+    base: str | Path,
+    adapters: Any = None,
+    tokenizer: Any = None,
+    upper_layers: int | None = None,
+    dropout: float | None = None,
+    length: int = 128,
+    name: str = "text",
+) -> Task:
+    """The task of texts that have been dealt out; see ``text``."""
+    if length < 2:
+        raise InputError(f"length={length} is not accepted; it must be a whole number >= 2")
+    loaded = models.load_base(
+        base,
+        classes,
+        seed,
+        adapters=adapters,
+        tokenizer=tokenizer,
+        upper_layers=upper_layers,
+        dropout=dropout,
+    )
+    model = models.TextClassifier(loaded.net, loaded.tokenizer.pad_token_id)
+    parts = [models.encode(loaded.tokenizer, part, length) for part in (train, test) if part is not None]
+    parts = [_as_wide(part, max(p.shape[2] for p in parts)) for part in parts]
+    if upper_layers is not None and upper_layers < loaded.layers and loaded.kind in models.FAMILIES:
+        parts = [models.lower(model, loaded, upper_layers, part) for part in parts]
+        model = models.without_lower_layers(model, loaded, upper_layers)
+    labels = torch.from_numpy(train.y)
+    pairs: list[Pair] = [
+        (parts[0][rows], labels[rows]) for rows in (torch.from_numpy(own) for own in dealt.indices)
+    ]
+    held = None if test is None else (parts[1], torch.from_numpy(test.y))
+    return Task(model, cross_entropy, pairs, held, metric="accuracy", name=name)
+
+
+def _as_wide(tokens: torch.Tensor, width: int) -> torch.Tensor:
+    more = width - tokens.shape[2]
+    return torch.nn.functional.pad(tokens, (0, more), value=models.PADDING)

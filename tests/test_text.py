@@ -1,0 +1,288 @@
+"""Pretrained transformers with adapters: tokens, layers computed beforehand, executors, bad input."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+import fadamgc
+import sets
+import tiny
+from fadamgc.data import texts
+from fadamgc.errors import InputError
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("peft", reason="peft is not installed")
+
+from fadamgc import tasks
+from fadamgc.models import text as models
+from fadamgc.models.text import TextClassifier, encode, load_base
+from fadamgc.sim.problem import Problem
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bases")
+    return {name: make(folder / name) for name, make in tiny.KINDS.items()}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return tiny.csv(tmp_path_factory.mktemp("data") / "reviews.csv")
+
+
+@pytest.fixture
+def folders(tmp_path, monkeypatch):
+    monkeypatch.setenv("FADAMGC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("FADAMGC_DATA", str(tmp_path / "data"))
+    return tmp_path / "data"
+
+
+def task_of(base, data, **options):
+    options = {"clients": 3, "alpha": None, "length": 16, "test": data} | options
+    return tasks.text(base, data, **options)
+
+
+# The base model.
+
+
+def test_minilm_has_the_known_number_of_parameters():
+    base = load_base("minilm", 2, seed=0)
+    trained = [p for p in base.net.parameters() if p.requires_grad]
+    assert sum(p.numel() for p in trained) == 74_498
+    every = sum(p.numel() for name, p in base.net.named_parameters() if "original_module" not in name)
+    assert every == 22_713_216 + 74_498
+
+
+def test_gpt2_trains_the_papers_share():
+    import peft
+    from transformers import GPT2Config, GPT2ForSequenceClassification
+
+    adapters = models.default_adapters("gpt2")
+    adapters.fan_in_fan_out = True
+    with torch.device("meta"):
+        net = peft.get_peft_model(GPT2ForSequenceClassification(GPT2Config(num_labels=2)), adapters)
+    trained = sum(p.numel() for p in net.parameters() if p.requires_grad)
+    assert trained == 16 * 147_456 + 2 * 768
+    assert round(100 * trained / (124_439_808 + trained), 1) == 1.9
+
+
+@pytest.mark.parametrize("kind", tiny.KINDS)
+def test_weights_depend_on_the_seed_and_the_base_does_not(bases, kind):
+    one, same, other = (load_base(bases[kind], 2, seed=s).net for s in (0, 0, 1))
+    for (name, a), b, c in zip(one.named_parameters(), same.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b), name
+        if a.requires_grad and "lora_B" not in name and "bias" not in name:  # these begin with 0
+            assert not torch.equal(a, c), name
+        elif "original_module" not in name:
+            assert torch.equal(a, c), name
+
+
+def test_a_head_for_other_classes_is_replaced(bases, tmp_path):
+    from transformers import AutoModelForSequenceClassification
+
+    model = AutoModelForSequenceClassification.from_pretrained(bases["bert"], num_labels=3)
+    model.save_pretrained(tmp_path)
+    tokenizer = load_base(bases["bert"], 2, seed=0).tokenizer
+    heads = [
+        load_base(tmp_path, n, seed=0, tokenizer=tokenizer).net.base_model.model.classifier for n in (3, 5)
+    ]
+    assert torch.equal(heads[0].original_module.weight, model.classifier.weight)
+    assert heads[1].original_module.weight.shape == (5, 16)
+
+
+@pytest.mark.parametrize("kind", tiny.KINDS)
+@pytest.mark.parametrize("pair", [False, True])
+def test_logits_are_those_of_transformers(bases, kind, pair):
+    base = load_base(bases[kind], 3, seed=0)
+    first, labels = tiny.sentences(80)
+    second = tiny.sentences(80, seed=1)[0] if pair else None
+    tokens = encode(base.tokenizer, texts.Texts(first, second, np.array(labels)), 24)
+    model = TextClassifier(base.net, base.tokenizer.pad_token_id).eval()
+    with torch.no_grad():
+        got = model(tokens)  # sorted and in pieces
+        for i in (0, 1, 17, 79):  # alone: nothing is padded
+            given = base.tokenizer(first[i], *([second[i]] if pair else []), return_tensors="pt")
+            torch.testing.assert_close(got[i], base.net(**given).logits[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", tiny.KINDS)
+@pytest.mark.parametrize("upper", [1, 2])
+def test_layers_computed_beforehand_change_nothing(bases, data, kind, upper):
+    base = load_base(bases[kind], 2, seed=0, upper_layers=upper)
+    with torch.no_grad():
+        for name, p in base.net.named_parameters():
+            if "lora_B" in name:
+                p.normal_()  # adapters begin with 0, and would not show
+    found = texts.read(data, ("text",), "label")
+    tokens = encode(base.tokenizer, found, 16)
+    model = TextClassifier(base.net, base.tokenizer.pad_token_id)
+    hidden = models.lower(model, base, upper, tokens)
+    short = models.without_lower_layers(model, base, upper)
+    y = torch.from_numpy(found.y)
+    for batch in (slice(0, 7), slice(7, 60)):
+        losses = [cross_entropy(m(x[batch]), y[batch]) for m, x in ((model, tokens), (short, hidden))]
+        torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
+        gradients = [
+            torch.autograd.grad(loss, [p for p in m.parameters() if p.requires_grad])
+            for loss, m in zip(losses, (model, short), strict=True)
+        ]
+        for a, b in zip(*gradients, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    assert [n for n, p in model.named_parameters() if p.requires_grad] == [
+        n for n, p in short.named_parameters() if p.requires_grad
+    ]
+    assert sum(p.numel() for p in short.parameters()) < sum(p.numel() for p in model.parameters()) / 2
+
+
+# Tasks.
+
+
+@pytest.mark.parametrize("kind", tiny.KINDS)
+@pytest.mark.parametrize("name", fadamgc.algorithms())
+def test_the_fast_executor_gives_the_loops_numbers(bases, data, kind, name):
+    task = task_of(bases[kind], data)
+    algo = fadamgc.make_algorithm(name)
+    some = {} if algo.full_participation else {"sampled": 2}
+    options = some | {"rounds": 2, "local_epochs": 1, "batch_size": 8, "progress": False}
+    one, two = (fadamgc.simulate(algo, task, executor=e, **options) for e in ("loop", "threads"))
+    torch.testing.assert_close(two.x, one.x, rtol=1e-4, atol=1e-5)
+    assert [r.test_accuracy for r in two.history] == [r.test_accuracy for r in one.history]
+
+
+@pytest.mark.parametrize("kind", tiny.KINDS)
+def test_with_dropout_a_run_depends_on_its_seed_alone(bases, data, kind):
+    from fadamgc.sim.executors import ThreadsExecutor
+
+    task = task_of(bases[kind], data, dropout=0.2)
+    options = {"rounds": 2, "local_epochs": 1, "batch_size": 8, "progress": False}
+    runs = [
+        fadamgc.simulate(fadamgc.FAdamGC(), task, executor=how, seed=seed, **options)
+        for how, seed in (
+            (lambda p: ThreadsExecutor(p, workers=1), 0),
+            (lambda p: ThreadsExecutor(p, workers=3), 0),
+            (lambda p: ThreadsExecutor(p, workers=3), 1),
+        )
+    ]
+    assert torch.equal(runs[0].x, runs[1].x)
+    assert not torch.equal(runs[0].x, runs[2].x)
+    still = task_of(bases[kind], data, dropout=0.0)
+    assert not torch.equal(runs[0].x, fadamgc.simulate(fadamgc.FAdamGC(), still, **options).x)
+
+
+def test_auto_runs_texts_too(bases, data):
+    task = task_of(bases["bert"], data, upper_layers=1)
+    run = fadamgc.simulate(fadamgc.FAdamGC(), task, rounds=2, local_epochs=1, batch_size=8, progress=False)
+    assert torch.isfinite(run.x).all()
+
+
+def test_only_adapters_and_head_are_in_the_flat_vector(bases, data):
+    problem = Problem(task_of(bases["bert"], data))
+    assert all("lora_" in name or "classifier" in name for name in problem.flat.names)
+    assert problem.flat.d == 3 * 2 * 2 * 8 * 16 + 2 * 16 + 2
+    assert problem.buffers0 == {}
+
+
+def test_the_base_model_is_in_memory_once(bases, data):
+    from fadamgc.sim.executors.threads import Place
+
+    task = task_of(bases["bert"], data)
+    problem = Problem(task)
+    places = [Place(problem) for _ in range(2)]
+    modules = [task.model, problem.module, *(place.module for place in places)]
+    where = [{n: p.data_ptr() for n, p in m.named_parameters() if n in problem.fixed} for m in modules]
+    assert where[0]
+    assert all(other == where[0] for other in where)
+    trained = [{p.data_ptr() for n, p in m.named_parameters() if n in problem.flat.names} for m in modules]
+    assert not any(a & b for i, a in enumerate(trained) for b in trained[:i])
+
+
+def test_a_run_leaves_the_task_as_it_was(bases, data):
+    task = task_of(bases["bert"], data)
+    before = {name: value.clone() for name, value in task.model.state_dict().items()}
+    options = {"rounds": 1, "local_epochs": 1, "batch_size": 8, "progress": False, "dtype": torch.float64}
+    fadamgc.simulate(fadamgc.FAdamGC(), task, **options)
+    for name, value in task.model.state_dict().items():
+        assert torch.equal(value, before[name])
+        assert value.dtype == before[name].dtype
+
+
+# Texts.
+
+
+def test_posts_lose_what_gives_the_label_away():
+    post = (
+        "From: someone@somewhere\nSubject: Re: engines\n\nIn article <1> other writes:\n> it is hot\n"
+        "It is cold here.\n\n--\nSomeone, Somewhere\n"
+    )
+    found = texts.without_headers(
+        texts.Texts([post, "From: a@b\nSubject: c\n\n> all quoted\n", "no header here"], None, np.arange(3))
+    )
+    assert found.first == ["It is cold here.", "no header here"]
+    assert found.y.tolist() == [0, 2]
+
+
+def test_own_texts_are_read_from_parquet_as_from_csv(tmp_path, data):
+    import pyarrow.csv
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.csv.read_csv(data), tmp_path / "reviews.parquet")
+    for columns in (("text",), ("text", "other")):
+        one, two = (texts.read(p, columns, "label") for p in (data, tmp_path / "reviews.parquet"))
+        assert one.first == two.first
+        assert one.second == two.second
+        assert one.y.tolist() == two.y.tolist()
+    assert one.first == tiny.sentences(60)[0]
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "said"),
+    [
+        ("text,label\ngood,1\n", {"columns": ("review",)}, "there is no column 'review'; it has text, label"),
+        ("text,label\n3,1\n", {}, "row 0 has text=3, which is no text"),
+        ("text,label\ngood,1\n  ,0\n", {}, "row 1 has an empty text in 'text'"),
+        ("text,label\ngood,1\nbad,-1\n", {}, "row 1 has label=-1; labels are whole numbers from 0"),
+        ("text,label\ngood,yes\n", {}, "row 0 has label='yes'"),
+        ("text,label\ngood,0\nbad,1\n", {"length": 1}, "length=1 is not accepted"),
+        (
+            "text,label\ngood,0\nbad,1\n",
+            {"upper_layers": 9},
+            "upper_layers=9 is not accepted; the model has 3",
+        ),
+        ("text,label\ngood,0\nbad,1\n", {"base": "nobody/nothing"}, "is no model here and cannot be had"),
+        (None, {}, "does not exist"),
+    ],
+)
+def test_bad_texts_are_refused(bases, tmp_path, monkeypatch, content, options, said):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    path = tmp_path / "own.csv"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(InputError, match=said):
+        tasks.text(**({"base": bases["bert"], "data": path, "clients": 1, "alpha": None} | options))
+
+
+def test_targets_that_match_nothing_are_refused(bases, data):
+    with pytest.raises(InputError, match=r"target_modules=.*'nothing'.* match nothing.*it has .*query"):
+        task_of(bases["bert"], data, adapters=models.lora(4, ["nothing"]))
+
+
+def test_a_label_of_the_test_data_that_is_no_class_is_refused(bases, tmp_path, data):
+    test = tmp_path / "test.csv"
+    test.write_text("text,label\ngood,0\nbad,7\n")
+    with pytest.raises(InputError, match=r"row 1 has label=7; the train data have 2 classes"):
+        task_of(bases["bert"], data, test=test)
+
+
+@pytest.mark.parametrize("name", ["20_newsgroups", "glue/sst2", "glue/qnli", "glue/qqp"])
+def test_known_sets_are_read(bases, folders, name):
+    sets.texts(folders, name)
+    train, test = (texts.load(name, split) for split in ("train", "test"))
+    assert (len(train.first), len(test.y)) == (60, 20)
+    assert (train.second is None) == (name in ("20_newsgroups", "glue/sst2"))
+    task = tasks.text(bases["bert"], name, clients=4, alpha=1.0, length=16, upper_layers=1)
+    assert task.n == 4
+    assert len(task.test_pair[1]) == 20
+    assert task.name == name
