@@ -42,7 +42,7 @@ def folders(tmp_path, monkeypatch):
 
 def task_of(base, data, **options):
     options = {"clients": 3, "alpha": None, "length": 16, "test": data} | options
-    return tasks.text(base, data, **options)
+    return fadamgc.tasks.text(base, data, **options)
 
 
 # The base model.

@@ -5,6 +5,8 @@ run = fadamgc.simulate(fadamgc.FAdamGC(eta_l=1e-3), task, rounds=100, sampled=10
 """
 
 import os
+from importlib import import_module
+from typing import Any
 
 # Vectors of millions of numbers come and go in every step: in huge pages that costs less. torch
 # looks at this when it first needs memory; THP_MEM_ALLOC_ENABLE=0 in the environment turns it off.
@@ -67,3 +69,9 @@ __all__ = [
     "simulate",
     "simulate_many",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "tasks":  # what it needs takes time to import
+        return import_module("fadamgc.tasks")
+    raise AttributeError(f"module 'fadamgc' has no attribute {name!r}")
