@@ -12,6 +12,8 @@ import sets
 import tiny
 from fadamgc.data import texts
 from fadamgc.errors import InputError
+from fadamgc.experiments.build import build_task, label_counts
+from fadamgc.experiments.reading import task_spec
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("peft", reason="peft is not installed")
@@ -20,6 +22,11 @@ from fadamgc import tasks
 from fadamgc.models import text as models
 from fadamgc.models.text import TextClassifier, encode, load_base
 from fadamgc.sim.problem import Problem
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("FADAMGC_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +42,6 @@ def data(tmp_path_factory):
 
 @pytest.fixture
 def folders(tmp_path, monkeypatch):
-    monkeypatch.setenv("FADAMGC_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("FADAMGC_DATA", str(tmp_path / "data"))
     return tmp_path / "data"
 
@@ -286,3 +292,37 @@ def test_known_sets_are_read(bases, folders, name):
     assert task.n == 4
     assert len(task.test_pair[1]) == 20
     assert task.name == name
+
+
+# Experiments.
+
+
+@pytest.mark.parametrize("validation", [0.0, 0.25])
+@pytest.mark.parametrize("upper_layers", [None, 1])
+def test_a_spec_of_texts(bases, folders, validation, upper_layers):
+    sets.texts(folders, "glue/qnli", train=80)
+    spec = task_spec(
+        data="glue/qnli",
+        model=bases["bert"],
+        clients=4,
+        alpha=1.0,
+        length=16,
+        upper_layers=upper_layers,
+        train_samples=60,
+        test_samples=10,
+    )
+    task = build_task(spec, 0, validation)
+    assert sum(len(y) for _, y in task.pairs) == (45 if validation else 60)
+    assert len(task.test_pair[1]) == 10
+    assert label_counts(spec, 0).counts.sum() == 60
+    again = build_task(spec, 0, validation)  # the lower layers' output from the cache
+    for (x, y), (x2, y2) in zip(task.pairs, again.pairs, strict=True):
+        assert torch.equal(x, x2)
+        assert torch.equal(y, y2)
+    run = fadamgc.simulate(fadamgc.FAdamGC(), task, rounds=1, local_epochs=1, batch_size=8, progress=False)
+    assert run.history[-1].test_accuracy is not None
+
+
+def test_rank_and_targets_go_together():
+    with pytest.raises(InputError, match="rank=4 and targets=None: give both, or none"):
+        task_spec(data="glue/sst2", rank=4)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from fadamgc.data import Partition, texts
+from fadamgc.data import dirichlet, iid, texts
 from fadamgc.data.sources import SOURCES
 from fadamgc.data.texts import Texts
 from fadamgc.errors import InputError, nearest
@@ -77,38 +79,45 @@ def text(
                 f"test={str(test)!r}: row {beyond[0]} has {label}={held.y[beyond[0]]}; the train data have "
                 f"{classes} classes, 0 to {classes - 1}"
             )
-    from fadamgc.data import dirichlet, iid
-
     labels = torch.from_numpy(train.y)
     dealt = iid(labels, clients, seed) if alpha is None else dirichlet(labels, clients, alpha, seed)
-    return text_task(
-        *(train, held if known or test is not None else None, dealt, classes, seed),
+    tested = known or test is not None
+    model, encoded = prepare(
+        [train, held] if tested else [train],
+        *(classes, seed),
         base=base,
         adapters=adapters,
         tokenizer=tokenizer,
         upper_layers=upper_layers,
         dropout=dropout,
         length=length,
+    )
+    pairs: list[Pair] = [
+        (encoded[0][rows], labels[rows]) for rows in (torch.from_numpy(own) for own in dealt.indices)
+    ]
+    return Task(
+        model,
+        cross_entropy,
+        pairs,
+        (encoded[1], torch.from_numpy(held.y)) if tested else None,
+        metric="accuracy",
         name=str(data) if known else Path(data).stem,
     )
 
 
-def text_task(
-    train: Texts,
-    test: Texts | None,
-    dealt: Partition,
+def prepare(
+    parts: Sequence[Texts],
     classes: int,
     seed: int,
     *,
-    base: str | Path,
+    base: str | Path = models.MINILM,
     adapters: Any = None,
     tokenizer: Any = None,
     upper_layers: int | None = None,
     dropout: float | None = None,
     length: int = 128,
-    name: str = "text",
-) -> Task:
-    """The task of texts that have been dealt out; see ``text``."""
+) -> tuple[models.TextClassifier, list[Tensor]]:
+    """A model, and texts as it takes them; see ``text``. Lower layers that are not trained are in neither."""
     if length < 2:
         raise InputError(f"length={length} is not accepted; it must be a whole number >= 2")
     loaded = models.load_base(
@@ -121,19 +130,15 @@ def text_task(
         dropout=dropout,
     )
     model = models.TextClassifier(loaded.net, loaded.tokenizer.pad_token_id)
-    parts = [models.encode(loaded.tokenizer, part, length) for part in (train, test) if part is not None]
-    parts = [_as_wide(part, max(p.shape[2] for p in parts)) for part in parts]
+    found = [models.encode(loaded.tokenizer, part, length) for part in parts]
+    width = max(tokens.shape[2] for tokens in found)
+    found = [_as_wide(tokens, width) for tokens in found]
     if upper_layers is not None and upper_layers < loaded.layers and loaded.kind in models.FAMILIES:
-        parts = [models.lower(model, loaded, upper_layers, part) for part in parts]
+        found = [models.kept_lower(model, loaded, upper_layers, tokens) for tokens in found]
         model = models.without_lower_layers(model, loaded, upper_layers)
-    labels = torch.from_numpy(train.y)
-    pairs: list[Pair] = [
-        (parts[0][rows], labels[rows]) for rows in (torch.from_numpy(own) for own in dealt.indices)
-    ]
-    held = None if test is None else (parts[1], torch.from_numpy(test.y))
-    return Task(model, cross_entropy, pairs, held, metric="accuracy", name=name)
+    return model, found
 
 
-def _as_wide(tokens: torch.Tensor, width: int) -> torch.Tensor:
+def _as_wide(tokens: Tensor, width: int) -> Tensor:
     more = width - tokens.shape[2]
     return torch.nn.functional.pad(tokens, (0, more), value=models.PADDING)

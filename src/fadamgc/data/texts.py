@@ -27,6 +27,14 @@ class Texts(NamedTuple):
     second: list[str] | None
     y: npt.NDArray[np.int64]
 
+    def rows(self, numbers: npt.NDArray[np.int64]) -> Texts:
+        """Some of them."""
+        first, second = (
+            None if part is None else [part[i] for i in numbers] for part in (self.first, self.second)
+        )
+        assert first is not None
+        return Texts(first, second, self.y[numbers])
+
 
 def load(
     name: str, split: str, root: Path | None = None, progress: Callable[[int], object] | None = None

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from fadamgc.data import Partition, digits, dirichlet, har, iid, images, natural, shards
+from fadamgc.data import Partition, digits, dirichlet, har, iid, images, natural, shards, texts
 from fadamgc.data.sources import source
 from fadamgc.data.synthetic import Synthetic, linear_regression, quadratics
 from fadamgc.errors import InputError
@@ -24,6 +24,7 @@ from fadamgc.experiments.spec import (
     PicturesTask,
     QuadraticsTask,
     TaskSpec,
+    TextTask,
 )
 from fadamgc.models import PictureInput, cnn1d, convnet, mlp, resnet8, resnet18
 from fadamgc.task import Pair, Task
@@ -63,6 +64,8 @@ def build_task(spec: TaskSpec, seed: int, validation: float = 0.0) -> Task:
             return _pictures(spec, seed, validation)
         case HarTask():
             return _har(spec, seed, validation)
+        case TextTask():
+            return _texts(spec, seed, validation)
         case QuadraticsTask():
             return _least_squares(synthetic(spec, seed), seed, "quadratics", spec.measure)
         case LinearRegressionTask():
@@ -104,6 +107,10 @@ def label_counts(spec: TaskSpec, seed: int) -> Labels | None:
             held = partition(spec, labels, seed)
         case PicturesTask():
             every = images.load(spec.data, "train").y
+            labels = torch.from_numpy(every[_some(every, spec.train_samples)])
+            held = partition(spec, labels, seed)
+        case TextTask():
+            every = texts.load(spec.data, "train").y
             labels = torch.from_numpy(every[_some(every, spec.train_samples)])
             held = partition(spec, labels, seed)
         case HarTask():
@@ -156,6 +163,37 @@ def _tensors(pictures: images.Pictures, rows: Rows, shrink: int) -> Pair:
         squares = x.reshape(n, colours, height // shrink, shrink, width // shrink, shrink)
         x = np.rint(squares.mean(axis=(3, 5))).astype(np.uint8)
     return torch.from_numpy(x), torch.from_numpy(pictures.y[rows])
+
+
+def _texts(spec: TextTask, seed: int, validation: float) -> Task:
+    from fadamgc.models.text import lora
+    from fadamgc.tasks import prepare
+
+    every = texts.load(spec.data, "train")
+    pool = every.rows(_some(every.y, spec.train_samples))
+    rows, tested = np.arange(len(pool.y)), np.arange(0)
+    parts = [pool]
+    if validation:
+        rows, tested = _held_out(pool.y, rows, validation)
+        tested = tested[_some(pool.y[tested], spec.test_samples)]
+    else:
+        test = texts.load(spec.data, "test")
+        parts.append(test.rows(_some(test.y, spec.test_samples)))
+    model, encoded = prepare(
+        *(parts, source(spec.data).classes, seed),
+        base=spec.model,
+        adapters=None if spec.rank is None else lora(spec.rank, spec.targets or ()),
+        upper_layers=spec.upper_layers,
+        dropout=spec.dropout,
+        length=spec.length,
+    )
+    labels = torch.from_numpy(pool.y)
+    held = partition(spec, labels[rows], seed)
+    clients: list[Pair] = [(encoded[0][own], labels[own]) for own in (rows[part] for part in held.indices)]
+    test_pair = (
+        (encoded[0][tested], labels[tested]) if validation else (encoded[1], torch.from_numpy(parts[1].y))
+    )
+    return Task(model, cross_entropy, clients, test_pair, metric="accuracy", name=spec.data)
 
 
 def _some(labels: Rows, count: int | None) -> Rows:

@@ -28,7 +28,7 @@ import torch
 from fadamgc.algorithm import AnyAlgorithm
 from fadamgc.errors import CheckpointError, FadamgcError, InputError, NonFiniteError
 from fadamgc.experiments.build import build_task
-from fadamgc.experiments.spec import CostSpec, MethodSpec, PicturesTask, RunSpec, Spec, TaskSpec
+from fadamgc.experiments.spec import CostSpec, MethodSpec, PicturesTask, RunSpec, Spec, TaskSpec, TextTask
 from fadamgc.files import as_json, has_bundle
 from fadamgc.sim.cores import one_thread
 from fadamgc.sim.engine import Engine, Hooks, Makers, RoundEnd, prepare, simulate
@@ -219,7 +219,7 @@ def execute(jobs: Sequence[Job], on_round: Callable[[int], bool]) -> list[Outcom
 def in_groups(jobs: Sequence[Job], workers: int) -> list[list[int]]:
     """Numbers of jobs that go to a process together: of one method, and enough groups for all processes."""
     most = max(1, min(TOGETHER, -(-len(jobs) // (3 * workers))))
-    if any(isinstance(job.task, PicturesTask) for job in jobs):
+    if any(isinstance(job.task, PicturesTask | TextTask) for job in jobs):
         most = 1  # they would share nothing, and each has its data in memory
     groups: list[list[int]] = []
     for _, alike in groupby(range(len(jobs)), key=lambda i: jobs[i].method.algorithm):

@@ -178,6 +178,27 @@ class HarTask(Section):
     partition: Literal["people"] = "people"
 
 
+class TextTask(LabelledTask):
+    """Texts, classified by a pretrained transformer of which adapters and head are trained."""
+
+    data: Literal["20_newsgroups", "glue/sst2", "glue/qnli", "glue/qqp"]
+    model: Annotated[str, Field(min_length=1)] = "minilm"  # or a folder, or a name on the hub
+    rank: Count | None = None  # of the adapters; None: the model's own, as are
+    targets: Annotated[tuple[str, ...], Field(min_length=1)] | None = None  # the parts that are adapted
+    upper_layers: Count | None = None  # adapters in so many layers from the top; None: in all
+    dropout: Annotated[float, Field(ge=0, lt=1)] | None = None  # None: the model's own
+    length: Annotated[int, Field(ge=2)] = 128  # tokens; the rest is cut
+    clients: Count = 100
+    train_samples: Count | None = None  # so many of the train part, evenly over its classes; None: all
+    test_samples: Count | None = None
+
+    @after_all(mode="after")
+    def _adapters(self) -> TextTask:
+        if (self.rank is None) != (self.targets is None):
+            raise ValueError(f"rank={self.rank} and targets={self.targets}: give both, or none")
+        return self
+
+
 class LeastSquaresTask(Section):
     """A problem whose optimum is known."""
 
@@ -224,13 +245,19 @@ class CustomTask(Section):
         return self.measure
 
 
-TaskSpec: TypeAlias = DigitsTask | PicturesTask | HarTask | QuadraticsTask | LinearRegressionTask | CustomTask
+TaskSpec: TypeAlias = (
+    DigitsTask | PicturesTask | HarTask | TextTask | QuadraticsTask | LinearRegressionTask | CustomTask
+)
 TASKS: dict[str, type[TaskSpec]] = {
     "digits": DigitsTask,
     "cifar10": PicturesTask,
     "cifar100": PicturesTask,
     "tiny-imagenet": PicturesTask,
     "uci_har": HarTask,
+    "20_newsgroups": TextTask,
+    "glue/sst2": TextTask,
+    "glue/qnli": TextTask,
+    "glue/qqp": TextTask,
     "quadratics": QuadraticsTask,
     "linear_regression": LinearRegressionTask,
     "custom": CustomTask,
