@@ -492,7 +492,9 @@ def test_a_checkpoint_of_other_settings_is_refused(tmp_path):
     world = World(tmp_path)
     world.round()
     world.algo = fadamgc.FAdamGC(eta_l=0.1)
-    with pytest.raises(CheckpointError, match=r"another experiment: hyperparameters=.*give another folder"):
+    with pytest.raises(
+        CheckpointError, match=r"another experiment: hyperparameters=.*give another experiment"
+    ):
         world.start()
 
 
@@ -514,3 +516,140 @@ def test_the_history_is_a_run(tmp_path):
     run = world.server.run()
     run.save(tmp_path / "run", states=False)
     assert fadamgc.load_run(tmp_path / "run").history == run.history
+
+
+# Two servers, and what does not sum up.
+
+
+def test_a_server_that_another_has_taken_over_from_changes_nothing_more(tmp_path):
+    world = World(tmp_path)
+    world.round()
+    first = world.server
+    for message in world.messages():
+        first.consider(message[0].request.client, world.deliver(message))
+    world.start()  # the first was thought to be dead
+    while not world.server.over():
+        world.round()
+    before = {path.name: path.read_bytes() for path in (tmp_path / "server").iterdir()}
+    with pytest.raises(CheckpointError, match=r"another server \(start 2\) has taken over .* \(start 1\)"):
+        first.close()
+    assert {path.name: path.read_bytes() for path in (tmp_path / "server").iterdir()} == before
+    world.start()
+    assert world.server.attempt == 3
+    world.check()
+
+
+def test_starts_are_counted_even_where_the_checkpoint_is_older(tmp_path):
+    world = World(tmp_path)
+    (tmp_path / "server" / "start.json").write_text('{"attempt": 7}')
+    world.start()
+    assert world.server.attempt == 8
+    world.round()
+    world.check()
+    (tmp_path / "server" / "start.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"start\.json cannot be read"):
+        world.start()
+
+
+@pytest.mark.parametrize(("algo", "size"), [(fadamgc.FedAvg(eta_g=4.0), 3e38), (fadamgc.FedAdam(), 1e30)])
+def test_a_sum_that_is_not_finite_is_not_counted(tmp_path, algo, size, caplog):
+    world = World(tmp_path, algo, dtype=torch.float32, sampled=3, tracked=None)
+    world.round()
+    before = world.server.server
+    for message in world.messages():
+        reply = world.deliver(message)
+        if reply.client == 1:
+            reply = reply._replace(up={k: torch.full_like(v, size) for k, v in reply.up.items()})
+        world.server.consider(reply.client, reply)
+    record = world.server.close()
+    assert all(map(torch.equal, world.server.server, before))
+    assert record.dropped == (0, 1, 2)
+    assert "not finite" in world.server.refusals[-1]
+    world.start()  # refusals are in the checkpoint
+    assert "not finite" in world.server.refusals[-1]
+    world.round()
+    assert all(torch.isfinite(v).all() for v in world.server.server)
+
+
+def test_a_client_does_not_keep_a_state_that_is_not_finite(tmp_path):
+    world = World(tmp_path, dtype=torch.float32, sampled=3, tracked=None)
+    world.round()
+    (asked, down, buffers), *_ = world.messages()
+    i = asked.request.client
+    before = world.keepers[i].load(type(world.states()[i]))
+    real = world.parties[i].round
+
+    def overflow(*args):
+        result = real(*args)
+        return result._replace(state=result.state._replace(v=torch.full_like(result.state.v, float("inf"))))
+
+    world.parties[i].round = overflow
+    with pytest.raises(RefusedError, match="its round gave numbers that are not finite"):
+        world.deliver((asked, down, buffers))
+    after_it = world.keepers[i].load(type(world.states()[i]))
+    assert after_it.seen == before.seen
+    assert after_it.pending == before.pending
+
+
+def test_a_weight_does_not_change_under_way(tmp_path):
+    world = World(tmp_path, weights="size")
+    assert world.server.needs_all
+    for i, size in enumerate(SIZES):
+        world.server.welcome(i, size)
+    assert not world.server.needs_all
+    with pytest.raises(RefusedError, match="client 1 has 200 samples, and had 20"):
+        world.server.welcome(1, 200)
+    assert world.server.samples[1] == 20
+    world.round()
+    world.start()
+    with pytest.raises(RefusedError, match="client 1 has 200 samples, and had 20"):
+        world.server.welcome(1, 200)
+    world.start(reset_states=True)
+    world.server.welcome(1, 200)
+    free = World(tmp_path / "uniform")  # without weights, data may grow
+    free.server.welcome(1, 20)
+    free.server.welcome(1, 200)
+
+
+def test_what_belongs_to_an_experiment_is_its_model_and_its_data(tmp_path):
+    world = World(tmp_path, dtype=torch.float32)
+    with pytest.raises(
+        CheckpointError, match=r"another experiment: facts=\{\} there, \{'data.alpha': 0.5\} here"
+    ):
+        world.start(facts={"data.alpha": 0.5})
+    world.task.model = torch.nn.Sequential(world.task.model, torch.nn.Linear(3, 3))
+    with pytest.raises(CheckpointError, match="another experiment: model="):
+        world.start()
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"min_clients": 3}, "min_clients=3 is not accepted; a round asks only sampled=2"),
+        ({"experiment": "my experiment"}, "experiment='my experiment' is not accepted"),
+    ],
+)
+def test_a_coordinator_refuses_what_cannot_work(tmp_path, more, said):
+    options = {"experiment": "test"} | more
+    with pytest.raises(InputError, match=said):
+        Coordinator(
+            fadamgc.FAdamGC(),
+            class_task(sizes=SIZES),
+            3,
+            Settings(rounds=1, **SETTINGS),
+            store=tmp_path,
+            **options,
+        )
+
+
+def test_who_does_not_answer_has_sent_nothing(tmp_path):
+    world = World(tmp_path, sampled=3, tracked=None)
+    messages = world.messages()
+    for message in messages[1:]:
+        world.server.consider(message[0].request.client, world.deliver(message))
+    record = world.server.close()
+    (work,) = record.work
+    assert record.dropped == (0,)
+    assert work.up[0] == work.steps[0] == 0
+    assert all(work.up[1:])
+    assert all(work.down)

@@ -20,7 +20,7 @@ from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
 
 from fadamgc.algorithm import example  # noqa: E402
 from fadamgc.cli import app as cli  # noqa: E402
-from fadamgc.errors import InputError  # noqa: E402
+from fadamgc.errors import FadamgcError, InputError  # noqa: E402
 from fadamgc.experiments.build import build_task  # noqa: E402
 from fadamgc.experiments.report import write_report  # noqa: E402
 from fadamgc.experiments.results import read_results  # noqa: E402
@@ -289,6 +289,163 @@ def test_a_server_that_is_started_again_goes_on(tmp_path):
 
 
 # Nobody is trusted.
+
+
+class Broken(Here):
+    """A grid that cannot read what some nodes sent, or waits for the rest of it."""
+
+    unreadable, slow = frozenset(), frozenset()
+
+    def push_messages(self, messages):
+        identities = super().push_messages(messages)
+        self.to = getattr(self, "to", {}) | {
+            i: (m.metadata.message_type, self.nodes.get(m.metadata.dst_node_id))
+            for i, m in zip(identities, messages, strict=True)
+        }
+        return identities
+
+    def pull_messages(self, message_ids):
+        for i in message_ids:
+            if self.to.get(i) in self.unreadable:
+                self.replies.pop(i, None)
+                raise AttributeError("what a stranger sent is no message")
+            if self.to.get(i) in self.slow:
+                time.sleep(3)
+        return super().pull_messages(message_ids)
+
+
+def test_what_cannot_be_read_ends_no_run(tmp_path):
+    _, grid, strategy = make(tmp_path, min_clients=2)
+    grid = Broken(grid.app, tmp_path, 3)
+    grid.unreadable = {("train", 1)}
+    strategy.start(grid)
+    c = strategy.coordinator
+    assert len(c.history) == 3
+    assert c.history[0].dropped == (1,)
+    assert any("AttributeError" in said or "no message" in said for said in c.refusals)
+    _, _, strategy = make(tmp_path / "hello", min_clients=2)
+    grid = Broken(grid.app, tmp_path / "hello", 3)
+    grid.unreadable = {("query", 1)}
+    strategy.start(grid)
+    assert {i for r in strategy.coordinator.history for i in r.sampled} == {0, 2}
+
+
+def test_a_reply_that_is_still_under_way_is_not_waited_for(tmp_path):
+    _, grid, strategy = make(tmp_path, min_clients=1, rounds=1)
+    grid = Broken(grid.app, tmp_path, 3)
+    grid.slow = {("train", 2)}
+    began = time.monotonic()
+    strategy.start(grid)
+    assert time.monotonic() - began < 2.5
+    assert 2 in strategy.coordinator.history[0].dropped
+
+
+@pytest.mark.parametrize("shape", [(2**62, 2**62, 0), (0, 2**63), (1,) * 20, (0, 2**50)])
+def test_an_array_with_an_absurd_shape_is_refused(shape):
+    with pytest.raises(RefusedError, match="wanted is"):
+        from_record(ArrayRecord({"dx": Array("float32", shape, RAW, b"")}))
+
+
+def test_an_array_that_cannot_be_is_a_refusal_in_a_run(tmp_path):
+    _, grid, strategy = make(tmp_path, min_clients=2, rounds=2)
+    honest = grid.app
+
+    def app(message, context):
+        reply = honest(message, context)
+        if message.metadata.message_type == "train" and context.node_config["partition-id"] == 0:
+            reply.content["up"]["dx"] = Array("float32", (2**62, 2**62, 0), RAW, b"")
+        return reply
+
+    grid.app = app
+    strategy.start(grid)
+    assert [r.dropped for r in strategy.coordinator.history] == [(0,), (0,)]
+    assert "wanted is" in strategy.coordinator.refusals[0]
+
+
+def test_two_nodes_that_say_they_are_one_client(tmp_path, caplog):
+    task, grid, strategy = make(tmp_path, rounds=4)
+    grid.nodes[999] = 0  # after the right one
+    with caplog.at_level("WARNING", logger="fadamgc"):
+        strategy.start(grid)
+    assert caplog.text.count("each needs a partition-id of its own") == 1
+    assert "so does node 100" in caplog.text
+    run = fadamgc.simulate(fadamgc.FAdamGC(), task, rounds=4, executor="loop", **LOCAL)
+    assert torch.equal(strategy.coordinator.server.x, run.x)
+
+
+def test_a_node_that_cannot_start_is_told_of_once_and_not_asked_all_the_time(tmp_path, caplog):
+    _, grid, strategy = make(tmp_path, min_clients=3, wait_timeout=1.0)
+    honest = grid.app
+
+    def app(message, context):
+        if context.node_config["partition-id"] == 2:
+            raise_error = Message(Error(1, "FileNotFoundError: no data here"), reply_to=message)
+            raise_error.metadata.__dict__["_src_node_id"] = 1
+            return raise_error
+        return honest(message, context)
+
+    grid.app = app
+    with (
+        caplog.at_level("WARNING", logger="fadamgc"),
+        pytest.raises(TooFewClientsError, match=r"2 of 3 clients.*node 102: FileNotFoundError: no data here"),
+    ):
+        strategy.start(grid)
+    assert caplog.text.count("no data here") == 1
+    assert grid.sent.count(("query", 2)) < 8
+
+
+def test_weights_by_size_wait_for_all_sizes(tmp_path):
+    _, grid, strategy = make(tmp_path, weights="size", below_minimum="skip")
+    grid.deaf = {1}
+    with pytest.raises(TooFewClientsError, match="3 are needed"):
+        strategy.start(grid)
+    _, grid, strategy = make(tmp_path / "all", weights="size")
+    strategy.start(grid)
+    task = class_task(sizes=SIZES)
+    run = fadamgc.simulate(fadamgc.FAdamGC(), task, rounds=3, weights="size", executor="loop", **LOCAL)
+    assert torch.equal(strategy.coordinator.server.x, run.x)
+
+
+def good_request(**changes):
+    algo = fadamgc.FAdamGC()
+    kinds = example(algo, torch.zeros(3))
+    request = Request("test", 0, 0, Stamp(1, 1), NEVER)
+    settings = Settings(rounds=1, local_steps=1)
+    content = request_content(Work(request, True, algo, settings, kinds.down._asdict(), {}))
+    for key, value in changes.items():
+        content["request"][key.replace("_of_", "-")] = value
+    return content
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"local_steps": 10**15},
+        {"local_steps": 0},
+        {"batch_size": 10**15},
+        {"round": 2**62},
+        {"round": -3},
+        {"attempt": -1},
+        {"generation": 2**62},
+        {"counted_of_round": 5},
+        {"hyperparameters": '{"eta_l": 1' + "0" * 400 + "}"},
+        {"hyperparameters": "[" * 100_000},
+        {"hyperparameters": '{"beta1": 7}'},
+        {"algorithm": "os.system"},
+    ],
+)
+def test_a_client_refuses_a_request_that_no_server_makes(changes):
+    read_request(good_request())
+    with pytest.raises(RefusedError):
+        read_request(good_request(**changes))
+
+
+def test_two_servers_do_not_work_on_one_folder(tmp_path):
+    from fadamgc.files import hold
+
+    config = {"experiment": "one", "folder": str(tmp_path / "server"), "clients": 1}
+    with hold(tmp_path / "server"), pytest.raises(FadamgcError, match="another server works on"):
+        federate(None, class_task(sizes=SIZES), config)
 
 
 def in_order(replies):

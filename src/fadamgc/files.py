@@ -11,8 +11,10 @@ import gzip
 import hashlib
 import json
 import os
+import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +136,33 @@ def read_bundle(folder: Path, name: str) -> tuple[dict[str, Any], dict[str, Tens
         return body, load(data)
     except SafetensorError as error:
         raise CheckpointError(f"{tensor_path} is not a safetensors file: {error}") from error
+
+
+@contextmanager
+def hold(folder: Path, seconds: float = 0.0) -> Iterator[bool]:
+    """Hold a folder, so that no other process does; whether it was to be had within so many seconds.
+
+    A process that is killed lets go. Where there are no such locks (Windows), everybody has it.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        yield True
+        return
+    make_folder(folder)
+    until = time.monotonic() + seconds
+    with open(folder / ".lock", "w") as lock:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() < until:
+                    time.sleep(0.05)
+                    continue
+                yield False
+            else:
+                yield True
+            return
 
 
 def as_json(value: Any) -> Any:

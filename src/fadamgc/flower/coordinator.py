@@ -7,7 +7,8 @@ coordinator that is killed at any moment and opened again has the state of the l
 from __future__ import annotations
 
 import dataclasses
-import math
+import json
+import logging
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -18,9 +19,9 @@ from torch import Tensor
 
 from fadamgc.algorithm import AnyAlgorithm, example
 from fadamgc.algorithms import algorithm_name
-from fadamgc.errors import CheckpointError, InputError
-from fadamgc.files import as_json, has_bundle, read_bundle, write_bundle
-from fadamgc.flower.protocol import NEVER, RefusedError, Reply, Request, Stamp, said
+from fadamgc.errors import CheckpointError, FadamgcError, InputError
+from fadamgc.files import as_json, has_bundle, make_folder, read_bundle, write_atomic, write_bundle
+from fadamgc.flower.protocol import NEVER, RefusedError, Reply, Request, Stamp, check_name, said
 from fadamgc.sim.aggregate import Sums
 from fadamgc.sim.cost import CostModel, Work, traffic
 from fadamgc.sim.problem import Buffers, Problem
@@ -30,7 +31,12 @@ from fadamgc.sim.settings import Settings
 from fadamgc.sim.states import ClientStates
 from fadamgc.task import Task
 
+log = logging.getLogger("fadamgc")
+
 NAME = "federation"
+START = "start.json"  # which start of the server may write
+REMEMBERED = 100  # refusals
+LARGEST_LOSS = 1e30
 
 
 class Asked(NamedTuple):
@@ -54,6 +60,7 @@ class Coordinator:
         max_norm: refuse a client whose message has a vector longer than this; None accepts any length.
         min_clients: a round with fewer answers does not count.
         reset_states: begin the states of all clients, and the server's but for the model, anew.
+        facts: what else must be the same when the experiment goes on, as plain data.
     """
 
     def __init__(
@@ -69,6 +76,7 @@ class Coordinator:
         max_norm: float | None = None,
         min_clients: int = 1,
         reset_states: bool = False,
+        facts: Mapping[str, Any] | None = None,
     ) -> None:
         if not 1 <= min_clients <= clients:
             raise InputError(
@@ -76,6 +84,11 @@ class Coordinator:
             )
         if max_norm is not None and not max_norm > 0:
             raise InputError(f"max_norm={max_norm!r} is not accepted; it must be a number > 0")
+        check_name(experiment)
+        if settings.sampled is not None and min_clients > settings.sampled:
+            raise InputError(
+                f"min_clients={min_clients} is not accepted; a round asks only sampled={settings.sampled}"
+            )
         if algorithm.full_participation and min_clients < clients:
             raise InputError(
                 f"{type(algorithm).__name__} needs all clients in every round; give min_clients={clients}"
@@ -83,6 +96,7 @@ class Coordinator:
         settings.check(clients, [1] * clients, algorithm)
         self.algorithm, self.task, self.n, self.settings = algorithm, task, clients, settings
         self.experiment, self.max_norm, self.min_clients = experiment, max_norm, min_clients
+        self.facts = dict(facts or {})
         self.store = None if store is None else Path(store)
         self.cost = cost or CostModel()
         self.cost.check(clients)
@@ -97,14 +111,17 @@ class Coordinator:
         self.samples: dict[int, int] = {}
         self.history: list[Record] = []
         self.setup: tuple[Work, ...] = ()
-        self.refusals: list[str] = []  # of this start, for people
+        self.refusals: list[str] = []  # the last of them, for people
         if not algorithm.init_gradient:
             self.server = algorithm.init_server(self.problem.x0)
         if self.store is not None and has_bundle(self.store, NAME):
             self._read(self.store)
         if reset_states:
             self._reset()
-        self.attempt += 1
+        self.attempt = max(self.attempt, self._started()) + 1
+        if self.store is not None:
+            make_folder(self.store)
+            write_atomic(self.store / START, json.dumps({"attempt": self.attempt}).encode())
         self._write()  # before anything is asked: no two starts have the same number
         self._asked: dict[int, Asked] = {}
         self._replies: dict[int, Reply] = {}
@@ -118,6 +135,11 @@ class Coordinator:
         target = self.settings.target
         reached = target is not None and value is not None and self.task.reached(value, target)
         return self.t >= self.settings.rounds or reached
+
+    @property
+    def needs_all(self) -> bool:
+        """Whether there can be no round before all clients have been there."""
+        return self.needs_setup or (self.settings.weights == "size" and len(self.samples) < self.n)
 
     @property
     def needs_setup(self) -> bool:
@@ -139,6 +161,8 @@ class Coordinator:
 
     def ask(self, available: Iterable[int]) -> list[Asked]:
         """The requests of the next round; of the setup, all clients are asked."""
+        if len(self.samples) == self.n:
+            self.settings.check(self.n, [self.samples[i] for i in range(self.n)], self.algorithm)
         self._began = time.perf_counter()
         self._replies = {}
         if self.needs_setup:
@@ -173,9 +197,30 @@ class Coordinator:
         try:
             self._check(client, reply)
         except RefusedError as error:
-            self.refusals.append(f"round {self.t + 1}: {error}")
+            self.refuse(error)
             raise
         self._replies[client] = reply
+
+    def refuse(self, error: Exception) -> None:
+        """Remember that something was refused; it goes into the next checkpoint."""
+        self.refusals = [*self.refusals, f"round {self.t + 1}: {str(error)[:500]}"][-REMEMBERED:]
+
+    def welcome(self, client: int, samples: int) -> None:
+        """Take in who a client is.
+
+        Raises:
+            RefusedError: it has another number of samples than its weight was made of.
+        """
+        known = self.samples.get(client)
+        if self.settings.weights == "size" and known not in (None, samples):
+            error = RefusedError(
+                "samples",
+                f"client {client} has {samples} samples, and had {known}: with weights = 'size' that number "
+                "stays, or y is no mean any more. Begin all states anew (reset-states = true)",
+            )
+            self.refuse(error)
+            raise error
+        self.samples[client] = samples
 
     def _check(self, client: int, reply: Reply) -> None:
         def refuse(kind: str, why: str) -> None:
@@ -208,10 +253,11 @@ class Coordinator:
         known = self.samples.get(client)
         if known is not None and reply.stamp.round and reply.steps != self.settings.steps(known):
             refuse("steps", f"{reply.steps} local steps, not {self.settings.steps(known)}")
-        if not (isinstance(reply.loss, float) and math.isfinite(reply.loss)):
+        if not (isinstance(reply.loss, float) and abs(reply.loss) <= LARGEST_LOSS):
             refuse("not finite", f"its loss is {reply.loss!r}")
         vectors = self._fields(tracked) if reply.stamp.round else {"g": self.problem.x0}
-        for kind, given, wanted in (("update", reply.up, vectors), ("buffers", reply.buffers, self.buffers)):
+        beside = self.buffers if reply.stamp.round else {}
+        for kind, given, wanted in (("update", reply.up, vectors), ("buffers", reply.buffers, beside)):
             if set(given) != set(wanted):
                 refuse("fields", f"its {kind} has {sorted(given)}, not {sorted(wanted)}")
             for name, value in given.items():
@@ -252,20 +298,14 @@ class Coordinator:
                 self._close_setup()
             return None
         replies = self._replies if self.enough else {}
-        sums = Sums(self.settings.weight_of(self._sizes()))
-        for i in sorted(replies):
-            reply = replies[i]
-            up = type(self._up)(
-                *(
-                    reply.up[name] if name in reply.up else torch.zeros_like(getattr(self._up, name))
-                    for name in self._up._fields
-                )
-            )
-            buffers = {name: reply.buffers[name] for name in self.buffers}
-            sums.add(i, reply.steps, up, buffers, torch.tensor(reply.loss, dtype=self.problem.dtype))
         t = self.t + 1
-        server = sums.aggregate(self.algorithm, self.server, self.n)
-        buffers = sums.mean_buffers(self.buffers)
+        sums, server, buffers = self._sum(replies)
+        if not _finite((*server, *buffers.values())):
+            why = "what the replies sum up to is not finite; none of them counts"
+            log.warning("round %d: %s", t, why)
+            self.refuse(RefusedError("not finite", why))
+            replies = {}
+            sums, server, buffers = self._sum(replies)
         counted = self.counted | {i: self._asked[i].request.stamp for i in replies}
         record = self._record(t, server, buffers, sums, replies)
         before = self.server, self.buffers, self.t, self.counted, self.history
@@ -279,15 +319,34 @@ class Coordinator:
         self._asked, self._replies = {}, {}
         return record
 
+    def _sum(self, replies: Mapping[int, Reply]) -> tuple[Sums, Any, Buffers]:
+        """The server's state and buffers after these replies."""
+        sums = Sums(self.settings.weight_of(self._sizes()))
+        for i in sorted(replies):
+            reply = replies[i]
+            up = type(self._up)(
+                *(
+                    reply.up[name] if name in reply.up else torch.zeros_like(getattr(self._up, name))
+                    for name in self._up._fields
+                )
+            )
+            buffers = {name: reply.buffers[name] for name in self.buffers}
+            sums.add(i, reply.steps, up, buffers, torch.tensor(reply.loss, dtype=self.problem.dtype))
+        return sums, sums.aggregate(self.algorithm, self.server, self.n), sums.mean_buffers(self.buffers)
+
     def _close_setup(self) -> None:
         weights = self.settings.weight_of(self._sizes())
         total = torch.zeros_like(self.problem.x0)
         for i in range(self.n):
             g = self._replies[i].up["g"]
             total = total + (g if weights is None else g * weights[i])
+        if not _finite([total]):
+            self._asked, self._replies = {}, {}
+            raise FadamgcError("the clients' gradients at the first model sum up to what is not finite")
         vector = self.problem.x0.numel() * self.problem.x0.element_size()
         steps = tuple(self._replies[i].steps for i in range(self.n))
-        self.setup = (Work(tuple(range(self.n)), steps, (vector,) * self.n, (vector,) * self.n),)
+        beside = sum(b.numel() * b.element_size() for b in self.buffers.values())
+        self.setup = (Work(tuple(range(self.n)), steps, (vector + beside,) * self.n, (vector,) * self.n),)
         self.server = self.algorithm.init_server(self.problem.x0, total / self.n)
         self.counted = {i: self._asked[i].request.stamp for i in range(self.n)}
         self._write()
@@ -309,7 +368,9 @@ class Coordinator:
         sampled = tuple(self._asked)
         tracked = tuple(i for i, asked in self._asked.items() if asked.tracked)
         steps = [self._steps(replies[i]) if i in replies else 0 for i in sampled]
-        work = (*(self.setup if t == 1 else ()), self.traffic.work(sampled, tracked, steps))
+        own = self.traffic.work(sampled, tracked, steps)
+        own = own._replace(up=tuple(up if i in replies else 0 for i, up in zip(sampled, own.up, strict=True)))
+        work = (*(self.setup if t == 1 else ()), own)
         return Record.of(
             *(t, evaluation, work, self.cost),
             train_loss=sums.mean_loss(),
@@ -336,6 +397,15 @@ class Coordinator:
             **self.settings.to_json(),
         }
 
+    def _belongs(self) -> dict[str, Any]:
+        """What must be equal for a checkpoint to be of this experiment."""
+        layout = zip(self.problem.flat.names, self.problem.flat.shapes, strict=True)
+        model = {
+            "parameters": {name: list(shape) for name, shape in layout},
+            "buffers": {name: list(value.shape) for name, value in self.problem.buffers0.items()},
+        }
+        return self.identity() | {"experiment": self.experiment, "model": model, "facts": self.facts}
+
     def run(self) -> Run:
         """The federation so far, as the simulator's runs; the clients' states are with the clients."""
         initial = self.algorithm.init_client(self.problem.x0)
@@ -359,15 +429,31 @@ class Coordinator:
             goal=str(self.task.goal),
         )
 
+    def _started(self) -> int:
+        """The number of the newest start that works on the store."""
+        if self.store is None:
+            return 0
+        try:
+            return int(json.loads((self.store / START).read_bytes())["attempt"])
+        except FileNotFoundError:
+            return 0
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{self.store / START} cannot be read: {error}") from None
+
     def _write(self) -> None:
         if self.store is None:
             return
+        newest = self._started()
+        if newest > self.attempt:
+            raise CheckpointError(
+                f"another server (start {newest}) has taken over {self.store} from this one (start "
+                f"{self.attempt}); this one ends, and changes nothing more there"
+            )
         tensors = {f"buffer.{name}": value for name, value in self.buffers.items()}
         if self.server is not None:
             tensors |= {f"server.{name}": getattr(self.server, name) for name in self.server._fields}
         content = {
-            "identity": as_json(self.identity()),
-            "experiment": self.experiment,
+            "identity": as_json(self._belongs()),
             "round": self.t,
             "attempt": self.attempt,
             "generation": self.generation,
@@ -376,18 +462,18 @@ class Coordinator:
             "samples": {str(i): size for i, size in self.samples.items()},
             "setup": [w._asdict() for w in self.setup],
             "history": [record.to_json() for record in self.history],
+            "refusals": self.refusals,
         }
         write_bundle(self.store, NAME, content, tensors)
 
     def _read(self, store: Path) -> None:
         content, tensors = read_bundle(store, NAME)
-        here = as_json(self.identity()) | {"experiment": self.experiment}
-        there = content["identity"] | {"experiment": content["experiment"]}
+        here, there = as_json(self._belongs()), content["identity"]
         for key in {**here, **there}:
             if here.get(key) != there.get(key):
                 raise CheckpointError(
-                    f"{store} is the checkpoint of another experiment: {key}={there.get(key)!r} there, "
-                    f"{here.get(key)!r} here; give another folder, or the settings that it had"
+                    f"{store} is the checkpoint of another experiment: {key}={_brief(there.get(key))} there, "
+                    f"{_brief(here.get(key))} here; give another experiment, or the settings that it had"
                 )
         self.t, self.attempt, self.generation = content["round"], content["attempt"], content["generation"]
         if content["set_up"]:
@@ -400,6 +486,7 @@ class Coordinator:
         self.samples = {int(i): int(size) for i, size in content["samples"].items()}
         self.setup = tuple(Work(**{k: tuple(v) for k, v in w.items()}) for w in content["setup"])
         self.history = [Record.from_json(record) for record in content["history"]]
+        self.refusals = list(content["refusals"])
 
     def _reset(self) -> None:
         """New states for all clients. The model stays, as if the experiment began with it."""
@@ -410,6 +497,15 @@ class Coordinator:
             )
         # Larger than any that a client may have seen, also from a server whose checkpoint is gone.
         self.generation = max(self.generation + 1, int(time.time()))
-        self.counted = {}
+        self.counted, self.samples = {}, {}
         if self.server is not None:
             self.server = self.algorithm.init_server(self.server.x)
+
+
+def _finite(values: Iterable[Tensor]) -> bool:
+    return all(bool(torch.isfinite(value).all()) for value in values if value.is_floating_point())
+
+
+def _brief(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,9 +9,9 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from fadamgc.errors import CheckpointError, InputError
-from fadamgc.files import has_bundle, make_folder, read_bundle, write_bundle
-from fadamgc.flower.protocol import Kept, RefusedError, Stamp
+from fadamgc.errors import CheckpointError
+from fadamgc.files import has_bundle, hold, read_bundle, write_bundle
+from fadamgc.flower.protocol import Kept, RefusedError, Stamp, check_name
 
 NAME = "state"
 StateT = TypeVar("StateT", bound=tuple[Tensor, ...])
@@ -29,11 +27,7 @@ class Keeper:
     """
 
     def __init__(self, root: str | Path, experiment: str, client: int) -> None:
-        if not re.fullmatch(r"\w[\w.-]*", experiment):
-            raise InputError(
-                f"experiment={experiment!r} is not accepted; it names a folder: letters, digits, dots and "
-                "dashes, a letter or digit first"
-            )
+        check_name(experiment)
         self.experiment, self.client = experiment, client
         self.folder = Path(root).expanduser() / experiment / f"client-{client}"
 
@@ -90,27 +84,10 @@ class Keeper:
 
     @contextmanager
     def only_one(self, seconds: float = 60.0) -> Iterator[None]:
-        """Hold the state: of two processes that work for the same client, the second waits.
-
-        A process that is killed lets go. Where locks are not to be had (Windows), nobody waits.
-        """
-        try:
-            import fcntl
-        except ImportError:
-            yield
-            return
-        make_folder(self.folder)
-        until = time.monotonic() + seconds
-        with open(self.folder / ".lock", "w") as lock:
-            while True:
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > until:
-                        raise RefusedError(
-                            "busy",
-                            f"client {self.client} is still at work on another request after {seconds:g} s",
-                        ) from None
-                    time.sleep(0.05)
+        """Hold the state: of two processes that work for the same client, the second waits."""
+        with hold(self.folder, seconds) as held:
+            if not held:
+                raise RefusedError(
+                    "busy", f"client {self.client} is still at work on another request after {seconds:g} s"
+                )
             yield

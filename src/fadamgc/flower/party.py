@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -103,11 +104,13 @@ def answer(
         kept = reconcile(keeper.load(type(kinds.client)), request)
         if first:
             g = party.gradient(down["x"], buffers, settings.seed)
+            _check_finite(party, [g])
             keeper.save(after(kept, request, algorithm.init_client(down["x"], g)))
-            return Reply(*request[:4], {"g": g}, buffers, 0.0, settings.passes(party.samples))
+            return Reply(*request[:4], {"g": g}, {}, 0.0, settings.passes(party.samples))
         message = type(kinds.down)(**down)
         state = algorithm.init_client(message.x) if kept.state is None else kept.state
         result = party.round(algorithm, settings, request.stamp.round, message, buffers, state, tracked)
+        _check_finite(party, [*result.state, *result.up, *result.buffers.values(), torch.tensor(result.loss)])
         keeper.save(after(kept, request, result.state))
     up = {
         name: value
@@ -115,6 +118,15 @@ def answer(
         if tracked or name not in algorithm.tracked_only
     }
     return Reply(*request[:4], up, result.buffers, result.loss, result.steps)
+
+
+def _check_finite(party: Party, values: Sequence[Tensor]) -> None:
+    if not all(bool(torch.isfinite(value).all()) for value in values if value.is_floating_point()):
+        raise RefusedError(
+            "not finite",
+            f"client {party.client}: its round gave numbers that are not finite; it is as if it had "
+            "not taken part. Smaller step sizes may help",
+        )
 
 
 def _like(kind: Any, party: Party) -> dict[str, Tensor]:

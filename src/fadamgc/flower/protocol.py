@@ -14,13 +14,14 @@ older than another that was seen is refused; the same request again gives the sa
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from fadamgc.errors import FadamgcError
+from fadamgc.errors import FadamgcError, InputError
 
 log = logging.getLogger("fadamgc")
 
@@ -86,6 +87,15 @@ class RefusedError(FadamgcError):
         self.kind = kind
 
 
+def check_name(experiment: str) -> None:
+    """Refuse the name of an experiment that cannot be that of a folder."""
+    if not re.fullmatch(r"\w[\w.-]{0,99}", experiment):
+        raise InputError(
+            f"experiment={experiment[:120]!r} is not accepted; it names a folder: at most 100 letters, "
+            "digits, dots and dashes, a letter or digit first"
+        )
+
+
 def reconcile(kept: Kept, request: Request) -> Kept:
     """What the client has when it begins the request's round: pending rounds committed or dropped.
 
@@ -93,9 +103,13 @@ def reconcile(kept: Kept, request: Request) -> Kept:
         RefusedError: "stale", a newer request was seen; "lost", the states of client and server do not belong
             together.
     """
-    if request.generation < kept.generation or (
-        request.generation == kept.generation and request.stamp < kept.seen
-    ):
+    if request.generation < kept.generation:
+        raise RefusedError(
+            "stale",
+            f"client {request.client} has begun its states anew since the server wrote its checkpoint; begin "
+            "all states anew (reset-states = true)",
+        )
+    if request.generation == kept.generation and request.stamp < kept.seen:
         raise RefusedError(
             "stale",
             f"client {request.client} was asked for round {request.stamp.round} after it was asked for round "

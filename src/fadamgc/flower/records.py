@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -20,12 +21,16 @@ from fadamgc.algorithm import AnyAlgorithm
 from fadamgc.algorithms import algorithm_name, make_algorithm
 from fadamgc.errors import InputError
 from fadamgc.files import as_json
-from fadamgc.flower.protocol import RefusedError, Reply, Request, Stamp
+from fadamgc.flower.protocol import NEVER, RefusedError, Reply, Request, Stamp, said
 from fadamgc.sim.settings import Settings
 
 RAW = "fadamgc.little-endian"
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float64, torch.int64)}
 DTYPES |= {"bool": torch.bool, "int32": torch.int32, "uint8": torch.uint8, "float16": torch.float16}
+
+
+MOST_DIMENSIONS = 8
+MOST_ROUNDS, MOST_STEPS, MOST_SAMPLES = 10**9, 10**6, 10**9
 
 
 class Work(NamedTuple):
@@ -70,14 +75,18 @@ def from_record(record: object) -> dict[str, Tensor]:
 
 
 def _tensor(name: str, array: Array) -> Tensor:
-    if array.stype != RAW or array.dtype not in DTYPES or any(size < 0 for size in array.shape):
+    shape = array.shape
+    sound = len(shape) <= MOST_DIMENSIONS and all(type(size) is int and 0 <= size < 2**40 for size in shape)
+    if array.stype != RAW or array.dtype not in DTYPES or not sound:
         raise RefusedError(
-            "record", f"{name} is {array.dtype} {array.shape} as {array.stype}; wanted is {RAW}"
+            "record",
+            f"{_short(name)} is {_short(array.dtype)} {_short(shape)} as {_short(array.stype)}; "
+            f"wanted is {RAW}",
         )
     dtype = DTYPES[array.dtype]
     if len(array.data) != math.prod(array.shape) * dtype.itemsize:
         raise RefusedError(
-            "record", f"{name} says {array.dtype} {array.shape} and has {len(array.data)} bytes"
+            "record", f"{_short(name)} says {array.dtype} {shape} and has {len(array.data)} bytes"
         )
     plain = np.frombuffer(bytearray(array.data), dtype=np.dtype(array.dtype).newbyteorder("<"))
     return torch.from_numpy(plain.astype(plain.dtype.newbyteorder("="), copy=False)).view(array.shape)
@@ -130,6 +139,13 @@ def read_request(content: RecordDict) -> Work:
         stamp=Stamp(_get(config, "round", int), _get(config, "attempt", int)),
         counted=Stamp(_get(config, "counted-round", int), _get(config, "counted-attempt", int)),
     )
+    _check_request(request)
+    for key in ("local_steps", "local_epochs", "batch_size"):
+        value = config.get(key)
+        if value is not None and (type(value) is not int or not 1 <= value <= MOST_STEPS):
+            raise RefusedError(
+                "request", f"{key}={_short(value)} is not a whole number from 1 to {MOST_STEPS}"
+            )
     try:
         hyperparameters = json.loads(_get(config, "hyperparameters", str))
         algorithm = make_algorithm(_get(config, "algorithm", str), **hyperparameters)
@@ -138,7 +154,7 @@ def read_request(content: RecordDict) -> Work:
             seed=_get(config, "seed", int),
             **{k: config.get(k) for k in ("local_steps", "local_epochs", "batch_size")},  # type: ignore[arg-type]
         )
-    except (InputError, ValueError, TypeError) as error:
+    except (InputError, ValueError, TypeError, OverflowError, RecursionError) as error:
         raise RefusedError("request", f"the server's request cannot be understood: {error}") from None
     return Work(
         request,
@@ -148,6 +164,24 @@ def read_request(content: RecordDict) -> Work:
         from_record(content.get("down")),
         from_record(content.get("buffers")),
     )
+
+
+def _check_request(request: Request) -> None:
+    """Refuse numbers that no server of ours has: a client would work for ever, or never again."""
+    soon = time.time() + 24 * 3600
+    stamp, counted = request.stamp, request.counted
+    sound = (
+        0 <= stamp.round <= MOST_ROUNDS
+        and 1 <= stamp.attempt <= MOST_ROUNDS
+        and NEVER <= counted <= stamp
+        and counted.attempt >= 0
+        and 0 <= request.generation <= soon
+    )
+    if not sound:
+        raise RefusedError(
+            "request",
+            f"{said(stamp)}, {said(counted)} counted, generation {request.generation} cannot be right",
+        )
 
 
 # The clients' replies.
@@ -220,7 +254,7 @@ def read_hello(content: RecordDict, clients: int) -> Hello:
         raise RefusedError(
             "client", f"a node says it is client {hello.client}; clients are 0 to {clients - 1}"
         )
-    if hello.samples < 1:
+    if not 1 <= hello.samples <= MOST_SAMPLES:
         raise RefusedError("client", f"client {hello.client} says it has {hello.samples} samples")
     return hello
 
@@ -235,5 +269,11 @@ def _config(content: RecordDict, name: str) -> ConfigRecord:
 def _get(record: Mapping[str, Any], key: str, kind: type) -> Any:
     value = record.get(key)
     if type(value) is not kind:
-        raise RefusedError("record", f"{key}={value!r} is not of type {kind.__name__}")
+        raise RefusedError("record", f"{key}={_short(value)} is not of type {kind.__name__}")
     return value
+
+
+def _short(value: object) -> str:
+    """A stranger's value in a message: not more of it than people read."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."

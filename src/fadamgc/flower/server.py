@@ -28,13 +28,13 @@ from flwr.serverapp import Grid, ServerApp
 from torch import nn
 
 from fadamgc.algorithms import algorithm_class, make_algorithm
-from fadamgc.errors import InputError, nearest
+from fadamgc.errors import FadamgcError, InputError, nearest
 from fadamgc.experiments.pool import Job
 from fadamgc.experiments.runner import RUNS, SPEC
 from fadamgc.experiments.spec import CustomTask, MethodSpec, RunSpec, Spec
-from fadamgc.files import write_atomic
+from fadamgc.files import hold, write_atomic
 from fadamgc.flower.coordinator import Coordinator
-from fadamgc.flower.protocol import show_log
+from fadamgc.flower.protocol import check_name, show_log
 from fadamgc.flower.strategy import Strategy
 from fadamgc.sim.run import Record
 from fadamgc.sim.settings import Settings
@@ -86,9 +86,20 @@ def server_app(load: Callable[[Context], Task | ServerSide]) -> ServerApp:
 def federate(grid: Grid, task: Task, config: Mapping[str, Any]) -> Coordinator:
     """Run a federation as its config says, and write its history as an experiment that can be reported on."""
     values = read_config(config)
-    coordinator = make_coordinator(task, values)
-    assert coordinator.store is not None
-    folder = coordinator.store
+    experiment = str(values["experiment"])
+    check_name(experiment)
+    folder = Path(str(values["folder"])).expanduser() if values["folder"] else default_folder(experiment)
+    with hold(folder) as held:
+        if not held:
+            raise FadamgcError(
+                f"another server works on {folder}: a run that was not stopped? `flwr ls` shows it, and "
+                "`flwr stop` ends it"
+            )
+        return _federate(grid, task, values, folder)
+
+
+def _federate(grid: Grid, task: Task, values: Mapping[str, Any], folder: Path) -> Coordinator:
+    coordinator = make_coordinator(task, values, folder)
     if coordinator.over():
         write_history(coordinator, folder)  # a server killed after its last round had no time for it
         log.info(
@@ -124,10 +135,13 @@ def read_config(config: Mapping[str, Any]) -> dict[str, Any]:
         if "." not in key and key not in OTHERS and key not in SETTINGS and key not in known:
             every = [*OTHERS, *SETTINGS, *known]
             raise InputError(f"config {key}={values[key]!r} is not known{nearest(key, every)}")
+    given = values["reset-states"]
+    if not isinstance(given, bool):
+        raise InputError(f"config reset-states={given!r} is not accepted; it must be true or false, no text")
     return values
 
 
-def make_coordinator(task: Task, values: Mapping[str, Any]) -> Coordinator:
+def make_coordinator(task: Task, values: Mapping[str, Any], folder: Path) -> Coordinator:
     """The federation that a config describes, new or from its checkpoint."""
     name = str(values["algorithm"])
     own = {field.name for field in fields(algorithm_class(name))}
@@ -135,17 +149,17 @@ def make_coordinator(task: Task, values: Mapping[str, Any]) -> Coordinator:
     chosen: dict[str, Any] = {k.replace("-", "_"): values[k] for k in SETTINGS if k in values}
     if "local_steps" not in chosen and "local_epochs" not in chosen:
         chosen["local_steps"] = 10
-    experiment = str(values["experiment"])
     return Coordinator(
         algorithm,
         task,
         int(values["clients"]),
         Settings(**chosen),
-        experiment,
-        Path(str(values["folder"])).expanduser() if values["folder"] else default_folder(experiment),
+        str(values["experiment"]),
+        folder,
         max_norm=float(values["max-update-norm"]) or None,
         min_clients=int(values["min-clients"]),
-        reset_states=bool(values["reset-states"]),
+        reset_states=values["reset-states"],
+        facts={key: value for key, value in values.items() if "." in key},
     )
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from typing import Any, Literal, NamedTuple
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
@@ -20,9 +23,53 @@ from fadamgc.sim.run import Record
 
 log = logging.getLogger("fadamgc")
 
+PAUSES = 20  # polls after which a node is asked again whose hello was no good; then twice as many
+MOST_SAID = 500  # letters of an error
+
 
 class TooFewClientsError(FadamgcError):
     """There were not enough clients in time."""
+
+
+class Stranger(NamedTuple):
+    """A node that is not taken in."""
+
+    why: str
+    pause: float  # seconds before it is asked again
+    again: float
+
+
+def brief(error: Exception) -> str:
+    """What an error says, not at any length."""
+    text = str(error) if isinstance(error, FadamgcError) else f"{type(error).__name__}: {error}"
+    return text if len(text) <= MOST_SAID else f"{text[:MOST_SAID]}..."
+
+
+def pull(grid: Grid, messages: list[str], until: float) -> Iterator[tuple[str, Message | Exception]]:
+    """The replies to messages that are there, each with the message's id; what cannot be read is an error.
+
+    Flower gives out a reply whose arrays are still under way, and then waits for these. So it is asked in a
+    thread, which is left behind when the time is over.
+    """
+    found: SimpleQueue[tuple[str, Message | Exception] | None] = SimpleQueue()
+
+    def ask() -> None:
+        for identity in messages:
+            if time.monotonic() > until:
+                break
+            try:
+                for message in grid.pull_messages([identity]):
+                    found.put((identity, message))
+            except Exception as error:  # what a stranger sent cannot be made into a message
+                found.put((identity, error))
+        found.put(None)
+
+    if not messages:
+        return
+    threading.Thread(target=ask, daemon=True).start()
+    with suppress(Empty):
+        while (one := found.get(timeout=max(until - time.monotonic(), 0.001))) is not None:
+            yield one
 
 
 class Strategy(FlowerStrategy):
@@ -59,6 +106,7 @@ class Strategy(FlowerStrategy):
         self.nodes: dict[int, int] = {}  # the node of each client that has said hello
         self.silent: set[int] = set()  # clients that owe an answer; not asked until they give one
         self._hellos: dict[str, tuple[int, float]] = {}  # messages under way: to which node, until when
+        self._strangers: dict[int, Stranger] = {}  # nodes whose hello was no good
         self._asked: dict[str, int] = {}  # messages of this round, and the clients they went to
 
     # What Flower calls.
@@ -109,7 +157,13 @@ class Strategy(FlowerStrategy):
                 continue
             owing.discard(client)
             try:
-                c.consider(client, read_reply(message.content))
+                reply = read_reply(message.content)
+            except Exception as error:  # whatever a stranger can send must not end the run
+                log.warning("client %d: %s", client, brief(error))
+                c.refuse(error)
+                continue
+            try:
+                c.consider(client, reply)
             except RefusedError as error:
                 log.warning("client %d: %s", client, error)
         for client in sorted(owing):
@@ -146,7 +200,7 @@ class Strategy(FlowerStrategy):
         self.summary()
         self._wait(grid, c.n)  # all of them, if they come in time
         while not c.over():
-            needed = c.n if c.needs_setup else c.min_clients
+            needed = c.n if c.needs_all else c.min_clients
             self._wait(grid, needed)
             t = c.t + 1
             messages: list[Message] = []
@@ -183,6 +237,8 @@ class Strategy(FlowerStrategy):
             i: (node, end) for i, (node, end) in self._hellos.items() if node in there and now < end
         }
         waiting = {node for node, _ in self._hellos.values()}
+        self._strangers = {node: s for node, s in self._strangers.items() if node in there}
+        waiting |= {node for node, s in self._strangers.items() if now < s.again}
         asks = [
             Message(RecordDict(), dst_node_id=node, message_type="query", ttl=self.wait_timeout)
             for node in sorted(there - known - waiting)
@@ -192,21 +248,43 @@ class Strategy(FlowerStrategy):
             for identity, node in zip(grid.push_messages(asks), nodes, strict=True):
                 if identity:
                     self._hellos[identity] = node, now + self.wait_timeout
-        for message in grid.pull_messages(list(self._hellos)) if self._hellos else ():
-            sent = self._hellos.pop(message.metadata.reply_to_message_id, None)
-            if sent is None or message.has_error():
-                continue
-            node = sent[0]
+        for identity, message in pull(grid, list(self._hellos), now + self.wait_timeout):
+            node, _ = self._hellos.pop(identity)
             try:
-                hello = read_hello(message.content, self.coordinator.n)
-            except RefusedError as error:
-                log.warning("node %d: %s", node, error)
-                continue
-            if self.nodes.get(hello.client) != node:
-                log.info("client %d is node %d, with %d samples", hello.client, node, hello.samples)
-            self.nodes[hello.client] = node
-            self.silent.discard(hello.client)
-            self.coordinator.samples[hello.client] = hello.samples
+                self._welcome(node, message)
+            except Exception as error:  # whatever a stranger can send must not end the run
+                self._turn_away(node, brief(error))
+
+    def _welcome(self, node: int, message: Message | Exception) -> None:
+        """Take in what a node says of itself."""
+        if isinstance(message, Exception):
+            raise message
+        if message.has_error():
+            raise RefusedError("error", message.error.reason or "it failed, and did not say why")
+        hello = read_hello(message.content, self.coordinator.n)
+        other = self.nodes.get(hello.client)
+        if other not in (None, node) and hello.client not in self.silent:
+            raise RefusedError(
+                "two nodes",
+                f"it says that it is client {hello.client}, and so does node {other}, which was here before; "
+                "each needs a partition-id of its own",
+            )
+        self.coordinator.welcome(hello.client, hello.samples)
+        if other != node:
+            log.info("client %d is node %d, with %d samples", hello.client, node, hello.samples)
+        for client in [client for client, its in self.nodes.items() if its == node]:
+            del self.nodes[client]
+        self.nodes[hello.client] = node
+        self.silent.discard(hello.client)
+        self._strangers.pop(node, None)
+
+    def _turn_away(self, node: int, why: str) -> None:
+        """Say once why a node cannot take part, and do not ask it again too soon."""
+        known = self._strangers.get(node)
+        pause = PAUSES * self.poll if known is None else 2 * known.pause
+        if known is None or known.why != why:
+            log.warning("node %d: %s", node, why)
+        self._strangers[node] = Stranger(why, pause, time.monotonic() + pause)
 
     def _wait(self, grid: Grid, count: int) -> None:
         """Until so many clients are there, but not for ever."""
@@ -221,15 +299,18 @@ class Strategy(FlowerStrategy):
         self._asked, replies = {}, []
         if not messages:
             return []
-        clients = {node: client for client, node in self.nodes.items()}
-        nodes = [message.metadata.dst_node_id for message in messages]
-        for identity, node in zip(grid.push_messages(messages), nodes, strict=True):
+        clients = [int(message.content.config_records["request"]["client"]) for message in messages]  # type: ignore[arg-type]
+        for identity, client in zip(grid.push_messages(messages), clients, strict=True):
             if identity:
-                self._asked[identity] = clients[node]
+                self._asked[identity] = client
         left, until = set(self._asked), time.monotonic() + self.round_timeout
         while left and time.monotonic() < until:
-            for message in grid.pull_messages(list(left)):
-                left.discard(message.metadata.reply_to_message_id)
+            for identity, message in pull(grid, sorted(left), until):
+                left.discard(identity)
+                if isinstance(message, Exception):
+                    log.warning("client %d: %s", self._asked[identity], brief(message))
+                    self.coordinator.refuse(message)
+                    continue
                 replies.append(message)
             if left:
                 time.sleep(self.poll)
@@ -238,9 +319,11 @@ class Strategy(FlowerStrategy):
     def _too_few(self, count: int, what: str) -> None:
         """Say that the round is skipped, or fail."""
         c = self.coordinator
-        needed = c.n if c.needs_setup else c.min_clients
+        needed = c.n if c.needs_all else c.min_clients
         text = f"{count} of {c.n} clients {what}, {needed} are needed for round {c.t + 1}"
-        if self.below_minimum == "fail" or c.needs_setup:
+        if self._strangers:
+            text += "; " + "; ".join(f"node {node}: {s.why}" for node, s in self._strangers.items())
+        if self.below_minimum == "fail" or c.needs_all:
             raise TooFewClientsError(
                 f"{text}; start more nodes and run again: it goes on with this round. Or set min-clients "
                 "lower, wait-timeout longer, or below-minimum = 'skip'"

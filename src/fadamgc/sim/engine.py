@@ -291,7 +291,9 @@ class Engine:
             total = total + (g if self.weights is None else g * self.weights[i])
         self.server = algo.init_server(problem.x0, total / n)
         vector = problem.x0.numel() * problem.x0.element_size()
-        self.setup = (Work(tuple(range(n)), tuple(map(self._pass, range(n))), (vector,) * n, (vector,) * n),)
+        beside = sum(b.numel() * b.element_size() for b in problem.buffers0.values())
+        passes = tuple(map(self._pass, range(n)))
+        self.setup = (Work(tuple(range(n)), passes, (vector + beside,) * n, (vector,) * n),)
 
     def _where(self, states: str) -> str:
         """Where the clients' states are to be."""
