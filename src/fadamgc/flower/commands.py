@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -34,13 +36,15 @@ def up(nodes: Nodes = 3, secure: Secure = False, folder: Folder = HERE) -> None:
 
     Then `fadamgc federation run APP`, or Flower's own `flwr run` with the environment that is printed.
     """
-    from fadamgc.flower.local import NAME, Federation
+    from fadamgc.flower.local import NAME, QUIET, Federation
 
+    _end_well()
     federation = Federation(folder)
     state = federation.up(nodes, secure)
     names = ", ".join(process.name for process in state.processes)
     say(f"running: {names}; logs in {federation.folder / 'logs'}")
-    say(f"FLWR_HOME={federation.folder / 'flwr'} flwr run APP {NAME} --stream")
+    settings = " ".join(f"{key}={value}" for key, value in QUIET.items())
+    say(f"FLWR_HOME={federation.folder / 'flwr'} {settings} flwr run APP {NAME} --stream")
 
 
 @app.command()
@@ -83,6 +87,7 @@ def run(
     """Run a Flower app on a federation here; if none runs, one is started, and stopped afterwards."""
     from fadamgc.flower.local import Federation
 
+    _end_well()
     federation = Federation(folder)
     own = not federation.read().alive
     try:
@@ -91,7 +96,22 @@ def run(
             federation.up(nodes, secure)
         federation.run(app_folder, config)
     except KeyboardInterrupt:
+        if not own:
+            raise FadamgcError(
+                "no longer shown, but the run goes on; `flwr ls` and `flwr stop` end it"
+            ) from None
         raise FadamgcError("stopped; the same command goes on with the last complete round") from None
     finally:
         if own:
             federation.down()
+
+
+def _end_well() -> None:
+    """Stop what was started also when this process is told to end."""
+
+    def end(number: int, _: object) -> None:
+        sys.exit(128 + number)
+
+    for name in ("SIGTERM", "SIGHUP"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), end)

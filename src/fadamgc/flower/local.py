@@ -131,11 +131,27 @@ class Federation:
             time.sleep(0.1)
         for process in running:
             _signal(process, signal.SIGKILL)  # of the whole group, so that nothing it started stays
-        for child in self._children:
+        for child in self._children:  # also one that did not get into the file
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(child.pid, signal.SIGKILL)
             child.wait(wait)
         self._children = []
+        for pid in self._left():  # what they have started in sessions of their own
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
         (self.folder / FILE).unlink(missing_ok=True)
         return len(running)
+
+    def _left(self) -> list[int]:
+        """Processes of Flower's that have this folder as their home, as far as the system tells."""
+        mark = f"FLWR_HOME={self.folder / 'flwr'}".encode()
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                its = (process / "environ").read_bytes().split(b"\0")
+                if mark in its and b"flower-" in (process / "cmdline").read_bytes():
+                    found.append(int(process.name))
+        return [pid for pid in found if pid != os.getpid()]
 
     def start_again(self, name: str, wait: float = 180.0) -> Process:
         """Start a node again that has died; its state is in its files.
@@ -188,6 +204,11 @@ class Federation:
             raise InputError(f"app={str(app)!r} is no Flower app: it has no pyproject.toml")
         words = ["run", str(app), NAME, "--stream", *(["--run-config", config] if config else [])]
         self.flwr(*words, show=True)
+        runs = json.loads(self.flwr("ls", NAME, "--format", "json", timeout=60.0)).get("runs", [])
+        if runs:  # what was streamed ends well, whatever the run does
+            last = max(runs, key=lambda run: str(run["pending-at"]))
+            if last["status"] != "finished:completed":
+                raise FadamgcError(f"the run ended as {last['status']}: {last.get('status-details') or '?'}")
 
     def _config(self, port: int, secure: bool) -> str:
         lines = [f"[superlink.{NAME}]", f'address = "{HOST}:{port}"']

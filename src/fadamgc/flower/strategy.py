@@ -321,6 +321,8 @@ class Strategy(FlowerStrategy):
         c = self.coordinator
         needed = c.n if c.needs_all else c.min_clients
         text = f"{count} of {c.n} clients {what}, {needed} are needed for round {c.t + 1}"
+        if what == "have answered" and c.refusals:
+            text += f"; the last refusal: {c.refusals[-1]}"
         if self._strangers:
             text += "; " + "; ".join(f"node {node}: {s.why}" for node, s in self._strangers.items())
         if self.below_minimum == "fail" or c.needs_all:
