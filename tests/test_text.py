@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
+from typer.testing import CliRunner
 
 import fadamgc
 import sets
 import tiny
+from fadamgc.cli import app
 from fadamgc.data import texts
 from fadamgc.errors import InputError
 from fadamgc.experiments.build import build_task, label_counts
-from fadamgc.experiments.reading import task_spec
+from fadamgc.experiments.predict import labels_of, predict
+from fadamgc.experiments.reading import parse_spec, task_spec
+from fadamgc.experiments.runner import run_spec
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("peft", reason="peft is not installed")
@@ -326,3 +332,76 @@ def test_a_spec_of_texts(bases, folders, validation, upper_layers):
 def test_rank_and_targets_go_together():
     with pytest.raises(InputError, match="rank=4 and targets=None: give both, or none"):
         task_spec(data="glue/sst2", rank=4)
+
+
+SPEC = """
+name = "texts"
+[task]
+data = "{data}"
+model = "{base}"
+clients = 3
+alpha = 1.0
+length = 16
+{more}
+[run]
+rounds = 2
+local_epochs = 1
+batch_size = 8
+seeds = [0]
+[[method]]
+algorithm = "fadamgc"
+eta_l = 0.05
+"""
+
+
+@pytest.mark.parametrize("kind", tiny.KINDS)
+@pytest.mark.parametrize("more", ["", "upper_layers = 1"])
+def test_a_run_leaves_an_adapter_that_peft_alone_reads(bases, folders, tmp_path, kind, more):
+    from peft import PeftModel
+    from transformers import AutoModelForSequenceClassification
+
+    sets.texts(folders, "glue/sst2")
+    spec = parse_spec(SPEC.format(data="glue/sst2", base=bases[kind], more=more), "here")
+    run_spec(spec, tmp_path / "out", workers=1, quiet=True)
+    (folder,) = (tmp_path / "out" / "runs").iterdir()
+    assert {path.name for path in (folder / "adapter").iterdir()} >= {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+    assert not list(folder.glob(".*"))
+    base = AutoModelForSequenceClassification.from_pretrained(bases[kind], num_labels=2)
+    tokenizer = load_base(bases[kind], 2, seed=0).tokenizer
+    base.config.pad_token_id = tokenizer.pad_token_id
+    net = PeftModel.from_pretrained(base, str(folder / "adapter")).eval()
+    task = build_task(spec.task, 0)
+    run = fadamgc.simulate(
+        fadamgc.FAdamGC(eta_l=0.05), task, rounds=2, local_epochs=1, batch_size=8, progress=False
+    )
+    with torch.no_grad():
+        alone = torch.softmax(net(**tokenizer("a lovely film", return_tensors="pt")).logits[0], 0)
+    said = predict(folder, "a lovely film")
+    assert list(said) in (["negative", "positive"], ["positive", "negative"])
+    torch.testing.assert_close(torch.tensor([said["negative"], said["positive"]]), alone)
+    trained = dict(run.model.named_parameters())
+    saved = dict(net.named_parameters())
+    for name in Problem(task).flat.names:
+        torch.testing.assert_close(trained[name], saved[name.removeprefix("net.")], rtol=1e-3, atol=1e-5)
+
+    shown = CliRunner().invoke(app, ["predict", str(folder), "a lovely film"])
+    assert shown.exit_code == 0, shown.output
+    assert "positive" in shown.output
+    for words, why in (
+        ([str(folder), " "], "the text is empty"),
+        ([str(folder), "one", "two"], "glue/sst2 has sentence; give 1 text"),
+        ([str(tmp_path / "out"), "one"], f"no run on texts: there is no adapter in it; it has {folder}"),
+    ):
+        shown = CliRunner().invoke(app, ["predict", *words])
+        assert shown.exit_code != 0
+        assert why in " ".join((str(shown.exception) + shown.output).split())
+
+
+def test_labels_have_names(folders):
+    assert labels_of("20_newsgroups") == tuple(map(str, range(20)))
+    folders.joinpath("20_newsgroups").mkdir(parents=True)
+    folders.joinpath("20_newsgroups", "labels.json").write_text(json.dumps([f"group {i}" for i in range(20)]))
+    assert labels_of("20_newsgroups")[3] == "group 3"

@@ -418,6 +418,30 @@ def report(
 
 
 @app.command()
+def predict(
+    run: Annotated[Path, typer.Argument(help="A run on texts: OUT/runs/NAME.", show_default=False)],
+    text: Annotated[str, typer.Argument(help="What is to be classified.", show_default=False)],
+    second: Annotated[
+        str | None, typer.Argument(help="The other text, where the data are pairs.", show_default=False)
+    ] = None,
+) -> None:
+    """Show what a trained text classifier says.
+
+    Examples:
+
+    - `fadamgc predict out/main-sst2-laptop/runs/fadamgc-seed0 "a film that never ends"`
+    """
+    from rich.table import Table
+
+    from fadamgc.experiments.predict import predict as classify
+
+    table = Table("label", "probability")
+    for label, share in list(classify(run, text, second).items())[:5]:
+        table.add_row(label, f"{share:.1%}")
+    terminal().print(table)
+
+
+@app.command()
 def keep(
     folder: Annotated[
         Path,

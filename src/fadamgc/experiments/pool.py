@@ -36,6 +36,7 @@ from fadamgc.sim.many import Share, advance
 from fadamgc.sim.run import Run, load_run
 from fadamgc.trackers import chosen
 
+ADAPTER = "adapter"  # of a run on texts, in peft's format
 CHECKPOINT = "checkpoint"
 CHECKPOINT_EVERY = 25  # rounds that an interrupted run loses at the most
 TOGETHER = 16  # runs that advance together at the most
@@ -199,6 +200,11 @@ def execute(jobs: Sequence[Job], on_round: Callable[[int], bool]) -> list[Outcom
         if isinstance(run, NonFiniteError):
             outcomes[i] = Outcome(run.round, None, str(run))
             return
+        if isinstance(job.task, TextTask) and not job.validation:
+            from fadamgc.models.text import save_adapter
+
+            job.folder.mkdir(parents=True, exist_ok=True)
+            save_adapter(run.model, job.folder / ADAPTER)  # before the record, which says that all is there
         job.labelled(run).save(job.folder, states=False)
         shutil.rmtree(job.folder / CHECKPOINT, ignore_errors=True)
         outcomes[i] = Outcome(len(run.history), run.history[-1].test_metric)

@@ -7,6 +7,7 @@ import hashlib
 import io
 import logging
 import os
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -338,6 +339,39 @@ def kept_lower(model: TextClassifier, base: Base, upper_layers: int, tokens: Ten
     except OSError as error:
         log.info("what came out of the lower layers is not kept: %s", error)
     return found
+
+
+def save_adapter(model: TextClassifier, folder: Path) -> None:
+    """The trained adapters and head in peft's own format; ``peft.PeftModel.from_pretrained`` reads them."""
+    scratch = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    shutil.rmtree(scratch, ignore_errors=True)
+    with _quiet():
+        model.net.save_pretrained(str(scratch), save_embedding_layers=False)  # type: ignore[operator]
+    shutil.rmtree(folder, ignore_errors=True)
+    os.replace(scratch, folder)
+
+
+def load_adapter(base: str | Path, classes: int, folder: Path) -> tuple[TextClassifier, Any]:
+    """A base model with saved adapters and head, and its tokenizer."""
+    _needed()
+    import peft
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    where = base_folder(base)
+    try:
+        with _quiet():
+            tokenizer = AutoTokenizer.from_pretrained(where)
+            if tokenizer.pad_token_id is None:
+                tokenizer.pad_token = tokenizer.eos_token
+            model: Any = AutoModelForSequenceClassification.from_pretrained(
+                where, num_labels=classes, dtype=torch.float32, ignore_mismatched_sizes=True
+            )
+            model.config.pad_token_id = tokenizer.pad_token_id
+            net = peft.PeftModel.from_pretrained(model, str(folder))
+    except (OSError, ValueError) as error:
+        said = str(error).strip().splitlines()[0]
+        raise InputError(f"{folder} cannot be used with base={str(base)!r}: {said}") from None
+    return TextClassifier(net, tokenizer.pad_token_id).eval(), tokenizer
 
 
 def _linear(module: nn.Module) -> bool:

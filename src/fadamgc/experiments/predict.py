@@ -1,0 +1,70 @@
+"""What a trained text classifier says of a sentence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from fadamgc.data.sources import data_root, source
+from fadamgc.data.texts import Texts
+from fadamgc.errors import InputError
+from fadamgc.experiments.pool import ADAPTER
+from fadamgc.experiments.runner import RUNS
+from fadamgc.experiments.spec import TextTask
+from fadamgc.sim.run import load_run
+
+LABELS = {
+    "glue/sst2": ("negative", "positive"),
+    "glue/qnli": ("entailment", "not entailment"),
+    "glue/qqp": ("not duplicate", "duplicate"),
+}
+
+
+def predict(folder: str | Path, first: str, second: str | None = None) -> dict[str, float]:
+    """The probability of each label, the likeliest first.
+
+    Args:
+        folder: of a run on texts, ``OUT/runs/NAME``.
+        first: the text.
+        second: of a pair.
+    """
+    folder = Path(folder)
+    task = _task(folder)
+    known = source(task.data)
+    if (second is not None) != (len(known.inputs) > 1):
+        raise InputError(f"{task.data} has {' and '.join(known.inputs)}; give {len(known.inputs)} text(s)")
+    for text in (first, second):
+        if text is not None and not text.strip():
+            raise InputError("the text is empty")
+    from fadamgc.models.text import encode, load_adapter
+
+    model, tokenizer = load_adapter(task.model, known.classes, folder / ADAPTER)
+    one = Texts([first], None if second is None else [second], np.zeros(1, dtype=np.int64))
+    with torch.no_grad():
+        shares = torch.softmax(model(encode(tokenizer, one, task.length))[0], dim=0).tolist()
+    names = labels_of(task.data)
+    return dict(sorted(zip(names, shares, strict=True), key=lambda pair: -pair[1]))
+
+
+def labels_of(data: str) -> tuple[str, ...]:
+    """What the labels of a data set are called; their numbers where that is not known."""
+    classes = source(data).classes
+    if data in LABELS:
+        return LABELS[data]
+    try:
+        names = json.loads((data_root() / data / "labels.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        names = []
+    return tuple(map(str, names)) if len(names) == classes else tuple(map(str, range(classes)))
+
+
+def _task(folder: Path) -> TextTask:
+    if not (folder / ADAPTER).is_dir():
+        inside = sorted(path.parent for path in folder.glob(f"{RUNS}/*/{ADAPTER}"))
+        hint = f"; it has {', '.join(str(path) for path in inside)}" if inside else ""
+        raise InputError(f"run={str(folder)!r} is no run on texts: there is no {ADAPTER} in it{hint}")
+    job = load_run(folder).settings.get("job", {})
+    return TextTask(**job["task"])
