@@ -20,7 +20,7 @@ from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
 
 from fadamgc.algorithm import example  # noqa: E402
 from fadamgc.cli import app as cli  # noqa: E402
-from fadamgc.errors import FadamgcError, InputError  # noqa: E402
+from fadamgc.errors import CheckpointError, InputError  # noqa: E402
 from fadamgc.experiments.build import build_task  # noqa: E402
 from fadamgc.experiments.report import write_report  # noqa: E402
 from fadamgc.experiments.results import read_results  # noqa: E402
@@ -440,12 +440,24 @@ def test_a_client_refuses_a_request_that_no_server_makes(changes):
         read_request(good_request(**changes))
 
 
-def test_two_servers_do_not_work_on_one_folder(tmp_path):
-    from fadamgc.files import hold
+def test_a_newer_server_takes_over(tmp_path):
+    task, grid, first = make(tmp_path, rounds=4)
+    started = []
 
-    config = {"experiment": "one", "folder": str(tmp_path / "server"), "clients": 1}
-    with hold(tmp_path / "server"), pytest.raises(FadamgcError, match="another server works on"):
-        federate(None, class_task(sizes=SIZES), config)
+    def another(record):
+        if record.round == 2:  # the first was only thought to be dead
+            _, _, second = make(tmp_path, rounds=4)
+            second.start(Here(grid.app, tmp_path, 3, first=500))
+            started.append(second)
+
+    first.on_round = another
+    with pytest.raises(CheckpointError, match=r"another server \(start 2\) has taken over"):
+        first.start(grid)
+    run = fadamgc.simulate(fadamgc.FAdamGC(), task, rounds=4, executor="loop", **LOCAL)
+    assert torch.equal(started[0].coordinator.server.x, run.x)
+    _, _, third = make(tmp_path, rounds=4)
+    assert third.coordinator.t == 4
+    assert torch.equal(third.coordinator.server.x, run.x)
 
 
 def in_order(replies):

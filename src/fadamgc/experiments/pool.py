@@ -201,10 +201,12 @@ def execute(jobs: Sequence[Job], on_round: Callable[[int], bool]) -> list[Outcom
             outcomes[i] = Outcome(run.round, None, str(run))
             return
         if isinstance(job.task, TextTask) and not job.validation:
-            from fadamgc.models.text import save_adapter
+            from fadamgc.models.text import TextClassifier, save_adapter
 
+            model = run.model
+            assert isinstance(model, TextClassifier)
             job.folder.mkdir(parents=True, exist_ok=True)
-            save_adapter(run.model, job.folder / ADAPTER)  # before the record, which says that all is there
+            save_adapter(model, job.folder / ADAPTER)  # before the record, which says that all is there
         job.labelled(run).save(job.folder, states=False)
         shutil.rmtree(job.folder / CHECKPOINT, ignore_errors=True)
         outcomes[i] = Outcome(len(run.history), run.history[-1].test_metric)

@@ -10,7 +10,8 @@ import dataclasses
 import json
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from torch import Tensor
 from fadamgc.algorithm import AnyAlgorithm, example
 from fadamgc.algorithms import algorithm_name
 from fadamgc.errors import CheckpointError, FadamgcError, InputError
-from fadamgc.files import as_json, has_bundle, make_folder, read_bundle, write_atomic, write_bundle
+from fadamgc.files import as_json, has_bundle, hold, read_bundle, write_atomic, write_bundle
 from fadamgc.flower.protocol import NEVER, RefusedError, Reply, Request, Stamp, check_name, said
 from fadamgc.sim.aggregate import Sums
 from fadamgc.sim.cost import CostModel, Work, traffic
@@ -37,6 +38,7 @@ NAME = "federation"
 START = "start.json"  # which start of the server may write
 REMEMBERED = 100  # refusals
 LARGEST_LOSS = 1e30
+BUSY = 60.0  # seconds to wait for another process that writes
 
 
 class Asked(NamedTuple):
@@ -118,11 +120,7 @@ class Coordinator:
             self._read(self.store)
         if reset_states:
             self._reset()
-        self.attempt = max(self.attempt, self._started()) + 1
-        if self.store is not None:
-            make_folder(self.store)
-            write_atomic(self.store / START, json.dumps({"attempt": self.attempt}).encode())
-        self._write()  # before anything is asked: no two starts have the same number
+        self._take_over()  # before anything is asked: no two starts have the same number
         self._asked: dict[int, Asked] = {}
         self._replies: dict[int, Reply] = {}
         self._began = time.perf_counter()
@@ -161,6 +159,7 @@ class Coordinator:
 
     def ask(self, available: Iterable[int]) -> list[Asked]:
         """The requests of the next round; of the setup, all clients are asked."""
+        self._check_newest()
         if len(self.samples) == self.n:
             self.settings.check(self.n, [self.samples[i] for i in range(self.n)], self.algorithm)
         self._began = time.perf_counter()
@@ -440,15 +439,39 @@ class Coordinator:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{self.store / START} cannot be read: {error}") from None
 
+    def _take_over(self) -> None:
+        """From now on no earlier start writes to the store."""
+        if self.store is None:
+            self.attempt += 1
+            return
+        with self._alone(self.store):
+            self.attempt = max(self.attempt, self._started()) + 1
+            write_atomic(self.store / START, json.dumps({"attempt": self.attempt}).encode())
+        self._write()
+
+    @contextmanager
+    def _alone(self, store: Path) -> Iterator[None]:
+        with hold(store, BUSY) as held:
+            if not held:
+                raise CheckpointError(f"another process has been writing to {store} for {BUSY:g} s")
+            yield
+
     def _write(self) -> None:
         if self.store is None:
             return
+        with self._alone(self.store):
+            self._check_newest()
+            self._write_checkpoint(self.store)
+
+    def _check_newest(self) -> None:
         newest = self._started()
         if newest > self.attempt:
             raise CheckpointError(
                 f"another server (start {newest}) has taken over {self.store} from this one (start "
                 f"{self.attempt}); this one ends, and changes nothing more there"
             )
+
+    def _write_checkpoint(self, store: Path) -> None:
         tensors = {f"buffer.{name}": value for name, value in self.buffers.items()}
         if self.server is not None:
             tensors |= {f"server.{name}": getattr(self.server, name) for name in self.server._fields}
@@ -464,7 +487,7 @@ class Coordinator:
             "history": [record.to_json() for record in self.history],
             "refusals": self.refusals,
         }
-        write_bundle(self.store, NAME, content, tensors)
+        write_bundle(store, NAME, content, tensors)
 
     def _read(self, store: Path) -> None:
         content, tensors = read_bundle(store, NAME)

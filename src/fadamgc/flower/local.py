@@ -149,7 +149,8 @@ class Federation:
         for process in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
                 its = (process / "environ").read_bytes().split(b"\0")
-                if mark in its and b"flower-" in (process / "cmdline").read_bytes():
+                line = (process / "cmdline").read_bytes()
+                if mark in its and (b"flower-" in line or b"flwr" in line):
                     found.append(int(process.name))
         return [pid for pid in found if pid != os.getpid()]
 

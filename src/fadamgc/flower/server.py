@@ -28,11 +28,11 @@ from flwr.serverapp import Grid, ServerApp
 from torch import nn
 
 from fadamgc.algorithms import algorithm_class, make_algorithm
-from fadamgc.errors import FadamgcError, InputError, nearest
+from fadamgc.errors import InputError, nearest
 from fadamgc.experiments.pool import Job
 from fadamgc.experiments.runner import RUNS, SPEC
 from fadamgc.experiments.spec import CustomTask, MethodSpec, RunSpec, Spec
-from fadamgc.files import hold, write_atomic
+from fadamgc.files import write_atomic
 from fadamgc.flower.coordinator import Coordinator
 from fadamgc.flower.protocol import check_name, show_log
 from fadamgc.flower.strategy import Strategy
@@ -89,16 +89,6 @@ def federate(grid: Grid, task: Task, config: Mapping[str, Any]) -> Coordinator:
     experiment = str(values["experiment"])
     check_name(experiment)
     folder = Path(str(values["folder"])).expanduser() if values["folder"] else default_folder(experiment)
-    with hold(folder) as held:
-        if not held:
-            raise FadamgcError(
-                f"another server works on {folder}: a run that was not stopped? `flwr ls` shows it, and "
-                "`flwr stop` ends it"
-            )
-        return _federate(grid, task, values, folder)
-
-
-def _federate(grid: Grid, task: Task, values: Mapping[str, Any], folder: Path) -> Coordinator:
     coordinator = make_coordinator(task, values, folder)
     if coordinator.over():
         write_history(coordinator, folder)  # a server killed after its last round had no time for it
