@@ -19,7 +19,9 @@ from fadamgc.errors import InputError
 from fadamgc.experiments.build import build_task, label_counts
 from fadamgc.experiments.predict import labels_of, predict
 from fadamgc.experiments.reading import parse_spec, task_spec
+from fadamgc.experiments.results import read_results
 from fadamgc.experiments.runner import run_spec
+from fadamgc.experiments.study import load_study
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("peft", reason="peft is not installed")
@@ -405,3 +407,26 @@ def test_labels_have_names(folders):
     folders.joinpath("20_newsgroups").mkdir(parents=True)
     folders.joinpath("20_newsgroups", "labels.json").write_text(json.dumps([f"group {i}" for i in range(20)]))
     assert labels_of("20_newsgroups")[3] == "group 3"
+
+
+@pytest.mark.parametrize("name", ["main-20news", "main-qnli", "main-qqp", "main-sst2"])
+@pytest.mark.parametrize(("scale", "kind"), [("laptop", "bert"), ("paper", "gpt2")])
+def test_the_papers_language_studies_run_and_resume(bases, folders, tmp_path, name, scale, kind):
+    (cell,) = load_study(name, scale).cells
+    assert [m.label for m in cell.spec.methods] == [
+        *("FedAvg-M", "SCAFFOLD-M", "FedAdam", "FedAMS", "LocalAdam", "FA-NT", "FAdamGC")
+    ]
+    assert (cell.spec.run.local_epochs, cell.spec.run.sampled, cell.spec.task.clients) == (1, 10, 100)
+    sets.texts(folders, cell.spec.task.data, train=300, test=30)
+    spec = cell.spec.replace("task", model=bases[kind], train_samples=None, length=16)
+    spec = spec.replace("run", rounds=2, seeds=(0,), eval_every=1)
+    spec = spec.model_copy(update={"methods": spec.methods[-1:], "tune": None})
+    out = tmp_path / "out"
+    run_spec(spec, out, workers=1, quiet=True)
+    one = read_results(out).runs["FAdamGC"][0]
+    assert len(one.history) == 2
+    assert len({k for r in one.history for w in r.work for k in w.steps}) > 1  # an epoch is what a client has
+    next(out.glob("runs/*/run.json")).unlink()
+    run_spec(spec, out, workers=1, quiet=True, resume=True)
+    again = read_results(out).runs["FAdamGC"][0]
+    assert [r.test_accuracy for r in again.history] == [r.test_accuracy for r in one.history]
