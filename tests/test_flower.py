@@ -616,7 +616,7 @@ def test_waiting_for_no_time_is_refused(name, tmp_path):
 
 
 def test_the_digits_app_gives_the_simulators_numbers_and_a_report(tmp_path, caplog):
-    from fadamgc.flower import digits
+    from fadamgc.flower import named as digits
 
     config = {
         "algorithm": "fadamgc",

@@ -430,3 +430,33 @@ def test_the_papers_language_studies_run_and_resume(bases, folders, tmp_path, na
     run_spec(spec, out, workers=1, quiet=True, resume=True)
     again = read_results(out).runs["FAdamGC"][0]
     assert [r.test_accuracy for r in again.history] == [r.test_accuracy for r in one.history]
+
+
+# In a federation.
+
+
+def test_a_federation_sends_adapters_and_nothing_else(bases, data, tmp_path):
+    pytest.importorskip("flwr", reason="Flower is not installed")
+    from fadamgc.flower import client_app
+    from fadamgc.flower.client import number
+    from fadamgc.flower.coordinator import Coordinator
+    from fadamgc.flower.strategy import Strategy
+    from fadamgc.sim.settings import Settings
+    from test_flower import Here, TaskIdentity, held
+
+    TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
+    task = task_of(bases["bert"], data, clients=2)
+    app = client_app(lambda context: (task.model, task.loss, task.pairs[number(context)]))
+    settings = Settings(rounds=2, local_epochs=1, batch_size=8)
+    coordinator = Coordinator(fadamgc.FAdamGC(), task, 2, settings, "texts", tmp_path / "server")
+    grid, down = Here(app, tmp_path, 2), []
+    push = grid.push_messages
+    grid.push_messages = lambda messages: (down.extend(held(m.content) for m in messages), push(messages))[1]
+    Strategy(coordinator, round_timeout=60, wait_timeout=60, poll=0.01).start(grid)
+    trained = Problem(task).flat.d
+    assert max(down) == 2 * 4 * trained  # x and y
+    assert sum(down) == sum(r.bytes_down for r in coordinator.history)
+    run = fadamgc.simulate(
+        fadamgc.FAdamGC(), task, rounds=2, local_epochs=1, batch_size=8, executor="loop", progress=False
+    )
+    assert torch.equal(coordinator.server.x, run.x)

@@ -21,6 +21,7 @@ pytest.importorskip("flwr", reason="Flower is not installed")
 
 from fadamgc.algorithm import example
 from fadamgc.experiments.build import build_task
+from fadamgc.experiments.reading import task_spec
 from fadamgc.experiments.report import write_report
 from fadamgc.experiments.spec import DigitsTask
 from fadamgc.files import has_bundle, read_bundle
@@ -47,7 +48,7 @@ def config(folder, algorithm="fadamgc", **more):
         "eta_l": 0.003 if "adam" in algorithm else 0.1,
         "folder": str(folder),
         "rounds": 2,
-        "local-steps": 5,
+        **({} if "local-epochs" in more else {"local-steps": 5}),
         "round-timeout": 60.0,
         "wait-timeout": 60.0,
     } | more
@@ -174,3 +175,41 @@ def test_with_keys_only_those_who_are_known_take_part(federation, tmp_path):
     content, tensors = server_of(tmp_path / "server")
     assert [r["dropped"] for r in content["history"]] == [[], []]
     torch.testing.assert_close(tensors["server.x"], simulated("fadamgc", 2).x, rtol=1e-5, atol=1e-7)
+
+
+def test_texts_over_two_nodes_send_adapters_only(federation, tmp_path, monkeypatch):
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    import sets
+    import tiny
+
+    monkeypatch.setenv("FADAMGC_DATA", str(sets.texts(tmp_path / "data")))
+    monkeypatch.setenv("FADAMGC_CACHE", str(tmp_path / "cache"))
+    base = tiny.bert(tmp_path / "base")
+    federation.up(2, wait=LIMIT)
+    federation.run(
+        APP.with_name("flower-sst2"),
+        config(
+            tmp_path / "server", rounds=2, **{"data.model": base, "data.train_samples": 40, "local-epochs": 1}
+        ),
+    )
+    content, tensors = server_of(tmp_path / "server")
+    spec = task_spec(
+        data="glue/sst2", clients=2, alpha=0.5, model=base, upper_layers=1, length=32, train_samples=40
+    )
+    task = build_task(spec, 0)
+    d = tensors["server.x"].numel()
+    assert d == 2 * 2 * 8 * 16 + 2 * 16 + 2
+    assert [r["bytes_down"] for r in content["history"]] == [2 * 2 * 4 * d] * 2
+    assert [r["bytes_up"] for r in content["history"]] == [2 * 2 * 4 * d] * 2
+    run = fadamgc.simulate(
+        fadamgc.FAdamGC(eta_l=0.003),
+        task,
+        rounds=2,
+        tracked=2,
+        local_epochs=1,
+        batch_size=16,
+        executor="loop",
+        progress=False,
+    )
+    torch.testing.assert_close(tensors["server.x"], run.x, rtol=1e-4, atol=1e-6)

@@ -1,7 +1,8 @@
-"""The digits as a Flower app: ``examples/flower-digits`` points here.
+"""Data sets that are known by name as Flower apps: ``examples/flower-digits`` and ``flower-sst2`` point here.
 
-Each node holds the part of the digits that its ``partition-id`` has in the partition of the config's ``seed``
-and ``data.alpha``: the same that ``fadamgc.simulate`` would give to that client.
+The config's ``data.`` keys are those of a spec's [task] (docs/specs.md), ``data.data`` being the name. Each
+node holds the part that its ``partition-id`` has in the partition of the config's ``seed``: the same that
+``fadamgc.simulate`` would give to that client.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from flwr.app import Context
 
 from fadamgc.experiments.build import build_task
-from fadamgc.experiments.spec import DigitsTask
+from fadamgc.experiments.reading import task_spec
 from fadamgc.flower.client import Local, client_app, number
 from fadamgc.flower.server import server_app
 from fadamgc.task import Task
@@ -18,12 +19,8 @@ from fadamgc.task import Task
 def task(context: Context) -> Task:
     """The whole task; a real client would only have its own data."""
     config = context.run_config
-    spec = DigitsTask(
-        data="digits",
-        clients=int(config.get("clients", 3)),
-        alpha=float(config.get("data.alpha", 0.1)),
-        hidden=(int(config.get("data.hidden", 64)),),
-    )
+    table = {key.removeprefix("data."): value for key, value in config.items() if key.startswith("data.")}
+    spec = task_spec(**{"data": "digits", "clients": config.get("clients", 3)} | table)
     return build_task(spec, int(config.get("seed", 0)))
 
 
