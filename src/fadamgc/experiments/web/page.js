@@ -105,8 +105,8 @@ function drawTable(experiment, place) {
     if (!time.reached) {
       text = time.runs && experiment.target !== null ? `never (0/${time.runs})` : "\u2013";
     } else {
-      const std = Number.isNaN(time.std) ? "\u2013" : shown(time.std, places);
-      text = `${shown(time.mean, places)} \u00b1 ${std}`;
+      const std = Number.isNaN(time.std) ? "" : ` \u00b1 ${shown(time.std, places)}`;
+      text = `${shown(time.mean, places)}${std}`;
       if (time.reached !== time.runs) text += ` (${time.reached}/${time.runs} reached)`;
     }
     cell.textContent = text;
