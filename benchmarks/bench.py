@@ -114,7 +114,7 @@ def _entry(worker: Worker, turns: list[Turn]) -> Results:
 
 def _facts(workload: Workload) -> Results:
     numbers = ("name", "clients", "sampled", "steps", "batch", "samples", "turn", "warmup")
-    parameters = sum(p.numel() for p in workload.make_model(0).parameters())
+    parameters = sum(p.numel() for p in workload.make_model(0).parameters() if p.requires_grad)
     return {**{key: getattr(workload, key) for key in numbers}, "parameters": parameters}
 
 

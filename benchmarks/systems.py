@@ -45,7 +45,7 @@ class System:
         module: the worker.
         arguments: of the worker, beside workload and optimizer.
         optimizers: the local optimizers with which it is measured.
-        pictures_only: leave it out where inputs are flat.
+        pictures_only: leave it out where inputs are none.
         processes: if above 1, started by torchrun.
         isolated: runs in namespaces of its own.
     """
@@ -62,7 +62,9 @@ class System:
 
     def runs(self, workload: Workload, optimizer: str) -> bool:
         """Whether it is measured there."""
-        return optimizer in self.optimizers and not (self.pictures_only and len(workload.shape) == 1)
+        if workload.texts and self.environment != "own":
+            return False  # the others have no transformers in their environments
+        return optimizer in self.optimizers and not (self.pictures_only and len(workload.shape) != 3)
 
     def command(self, workload: str, optimizer: str, *more: str) -> list[str]:
         """How to start a worker."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fadamgc.models import cnn, mlp, resnet18
+from fadamgc.models.text import PADDING, TextClassifier, load_base
 
 RESNET_NORM: Literal["batch", "group"] = "batch"
 ETA_L = {"sgd": 0.01, "adam": 0.001}  # small: random labels are not to be learned, only trained on
@@ -45,6 +46,11 @@ class Workload:
     warmup: int
 
     @property
+    def texts(self) -> bool:
+        """Whether inputs are tokens."""
+        return len(self.shape) == 2
+
+    @property
     def samples(self) -> int:
         """Samples of one client: exactly one pass in a round (pfl stops at the end of the data)."""
         return self.steps * self.batch
@@ -53,6 +59,8 @@ class Workload:
         """Inputs (n, samples, *shape) and labels (n, samples) of all clients."""
         if self.name == "digits":
             return _digits(self.clients, self.samples)
+        if self.texts:
+            return _tokens(self.clients, self.samples, self.shape[-1], seed)
         random = torch.Generator().manual_seed(seed)
         inputs = torch.randn(self.clients, self.samples, *self.shape, generator=random)
         return inputs, torch.randint(self.classes, (self.clients, self.samples), generator=random)
@@ -66,6 +74,21 @@ def _digits(clients: int, samples: int) -> tuple[Tensor, Tensor]:
     rows = torch.arange(clients * samples) % len(labels)
     inputs = torch.from_numpy(pixels / 16).float()[rows]
     return inputs.view(clients, samples, -1), torch.from_numpy(labels).long()[rows].view(clients, samples)
+
+
+def _tokens(clients: int, samples: int, longest: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Texts of 8 tokens up to the longest, as sentences of reviews have."""
+    random = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(1000, 30_000, (clients, samples, 1, longest), generator=random, dtype=torch.int32)
+    length = torch.randint(8, longest + 1, (clients, samples, 1, 1), generator=random)
+    tokens[torch.arange(longest) >= length] = PADDING
+    return tokens, torch.randint(2, (clients, samples), generator=random)
+
+
+def _minilm(seed: int) -> nn.Module:
+    """all-MiniLM-L6-v2 with LoRA of rank 8 on queries and values of all layers, without dropout."""
+    base = load_base("minilm", 2, seed, dropout=0.0)
+    return TextClassifier(base.net, base.tokenizer.pad_token_id)
 
 
 WORKLOADS = {
@@ -104,6 +127,18 @@ WORKLOADS = {
             sampled=10,
             steps=2,
             batch=32,
+            turn=1,
+            warmup=1,
+        ),
+        Workload(
+            name="minilm",
+            make_model=_minilm,
+            shape=(1, 32),
+            classes=2,
+            clients=20,
+            sampled=10,
+            steps=2,
+            batch=16,
             turn=1,
             warmup=1,
         ),

@@ -15,7 +15,7 @@ THREADS = 2
 def make_optimizer(name: str, module: nn.Module) -> torch.optim.Optimizer:
     """The local optimizer, in one fused kernel."""
     kind = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[name]
-    return kind(module.parameters(), lr=ETA_L[name], fused=True)
+    return kind([p for p in module.parameters() if p.requires_grad], lr=ETA_L[name], fused=True)
 
 
 class Bare:
@@ -38,7 +38,8 @@ class Bare:
         self.optimizer = make_optimizer(optimizer, self.module)
         # What clients start from and what is averaged: parameters, and BatchNorm's statistics.
         buffers = [b for b in self.module.buffers() if b.is_floating_point()]
-        self.local: list[Tensor] = [*(p.data for p in self.module.parameters()), *buffers]
+        trained = [p.data for p in self.module.parameters() if p.requires_grad]
+        self.local: list[Tensor] = [*trained, *buffers]
         self.server = [t.clone() for t in self.local]
         self.mean = [t.clone() for t in self.local]
 
