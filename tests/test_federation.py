@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import fadamgc
 from fadamgc.errors import CheckpointError, InputError
-from fadamgc.flower import coordinator as coordinator_module
+from fadamgc.flower import store as store_module
 from fadamgc.flower.coordinator import Coordinator
 from fadamgc.flower.keeper import Keeper
 from fadamgc.flower.party import Party, answer
@@ -234,19 +234,19 @@ def faulty_round(world, faults, server, late):
     if server == "none":
         world.server.close()
         return
-    original = coordinator_module.write_bundle
+    original = store_module.write_bundle
 
     def write(*arguments):
         if server == "killed after writing":
             original(*arguments)
         raise Killed
 
-    coordinator_module.write_bundle = write
+    store_module.write_bundle = write
     try:
         with pytest.raises(Killed):
             world.server.close()
     finally:
-        coordinator_module.write_bundle = original
+        store_module.write_bundle = original
     world.start()
 
 

@@ -7,11 +7,9 @@ coordinator that is killed at any moment and opened again has the state of the l
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,8 +19,9 @@ from torch import Tensor
 from fadamgc.algorithm import AnyAlgorithm, example
 from fadamgc.algorithms import algorithm_name
 from fadamgc.errors import CheckpointError, FadamgcError, InputError
-from fadamgc.files import as_json, has_bundle, hold, read_bundle, write_atomic, write_bundle
+from fadamgc.files import as_json
 from fadamgc.flower.protocol import NEVER, RefusedError, Reply, Request, Stamp, check_name, said
+from fadamgc.flower.store import Store
 from fadamgc.sim.aggregate import Sums
 from fadamgc.sim.cost import CostModel, Work, traffic
 from fadamgc.sim.problem import Buffers, Problem
@@ -34,11 +33,8 @@ from fadamgc.task import Task
 
 log = logging.getLogger("fadamgc")
 
-NAME = "federation"
-START = "start.json"  # which start of the server may write
 REMEMBERED = 100  # refusals
 LARGEST_LOSS = 1e30
-BUSY = 60.0  # seconds to wait for another process that writes
 
 
 class Asked(NamedTuple):
@@ -99,7 +95,7 @@ class Coordinator:
         self.algorithm, self.task, self.n, self.settings = algorithm, task, clients, settings
         self.experiment, self.max_norm, self.min_clients = experiment, max_norm, min_clients
         self.facts = dict(facts or {})
-        self.store = None if store is None else Path(store)
+        self.store = None if store is None else Store(store)
         self.cost = cost or CostModel()
         self.cost.check(clients)
         self.problem = Problem(task, settings.dtype)
@@ -108,7 +104,7 @@ class Coordinator:
         self._up = kinds.up
         self.server: Any = None  # None: it begins with the clients' gradients, which have not been collected
         self.buffers = self.problem.buffers0
-        self.t, self.attempt, self.generation = 0, 0, 0
+        self.t, self.generation = 0, 0
         self.counted: dict[int, Stamp] = {}
         self.samples: dict[int, int] = {}
         self.history: list[Record] = []
@@ -116,11 +112,14 @@ class Coordinator:
         self.refusals: list[str] = []  # the last of them, for people
         if not algorithm.init_gradient:
             self.server = algorithm.init_server(self.problem.x0)
-        if self.store is not None and has_bundle(self.store, NAME):
-            self._read(self.store)
+        if self.store is not None:
+            found = self.store.take_over()  # before anything is asked: no two starts have the same number
+            if found is not None:
+                self._restore(self.store, *found)
+        self.attempt = 1 if self.store is None else self.store.attempt
         if reset_states:
             self._reset()
-        self._take_over()  # before anything is asked: no two starts have the same number
+        self._write()
         self._asked: dict[int, Asked] = {}
         self._replies: dict[int, Reply] = {}
         self._began = time.perf_counter()
@@ -159,7 +158,8 @@ class Coordinator:
 
     def ask(self, available: Iterable[int]) -> list[Asked]:
         """The requests of the next round; of the setup, all clients are asked."""
-        self._check_newest()
+        if self.store is not None:
+            self.store.check()
         if len(self.samples) == self.n:
             self.settings.check(self.n, [self.samples[i] for i in range(self.n)], self.algorithm)
         self._began = time.perf_counter()
@@ -428,57 +428,15 @@ class Coordinator:
             goal=str(self.task.goal),
         )
 
-    def _started(self) -> int:
-        """The number of the newest start that works on the store."""
-        if self.store is None:
-            return 0
-        try:
-            return int(json.loads((self.store / START).read_bytes())["attempt"])
-        except FileNotFoundError:
-            return 0
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{self.store / START} cannot be read: {error}") from None
-
-    def _take_over(self) -> None:
-        """From now on no earlier start writes to the store."""
-        if self.store is None:
-            self.attempt += 1
-            return
-        with self._alone(self.store):
-            self.attempt = max(self.attempt, self._started()) + 1
-            write_atomic(self.store / START, json.dumps({"attempt": self.attempt}).encode())
-        self._write()
-
-    @contextmanager
-    def _alone(self, store: Path) -> Iterator[None]:
-        with hold(store, BUSY) as held:
-            if not held:
-                raise CheckpointError(f"another process has been writing to {store} for {BUSY:g} s")
-            yield
-
     def _write(self) -> None:
         if self.store is None:
             return
-        with self._alone(self.store):
-            self._check_newest()
-            self._write_checkpoint(self.store)
-
-    def _check_newest(self) -> None:
-        newest = self._started()
-        if newest > self.attempt:
-            raise CheckpointError(
-                f"another server (start {newest}) has taken over {self.store} from this one (start "
-                f"{self.attempt}); this one ends, and changes nothing more there"
-            )
-
-    def _write_checkpoint(self, store: Path) -> None:
         tensors = {f"buffer.{name}": value for name, value in self.buffers.items()}
         if self.server is not None:
             tensors |= {f"server.{name}": getattr(self.server, name) for name in self.server._fields}
         content = {
             "identity": as_json(self._belongs()),
             "round": self.t,
-            "attempt": self.attempt,
             "generation": self.generation,
             "set_up": self.server is not None,
             "counted": {str(i): list(stamp) for i, stamp in self.counted.items()},
@@ -487,18 +445,19 @@ class Coordinator:
             "history": [record.to_json() for record in self.history],
             "refusals": self.refusals,
         }
-        write_bundle(store, NAME, content, tensors)
+        self.store.write(content, tensors)
 
-    def _read(self, store: Path) -> None:
-        content, tensors = read_bundle(store, NAME)
+    def _restore(self, store: Store, content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Go on from a checkpoint."""
         here, there = as_json(self._belongs()), content["identity"]
         for key in {**here, **there}:
             if here.get(key) != there.get(key):
                 raise CheckpointError(
-                    f"{store} is the checkpoint of another experiment: {key}={_brief(there.get(key))} there, "
+                    f"{store.folder} is the checkpoint of another experiment: "
+                    f"{key}={_brief(there.get(key))} there, "
                     f"{_brief(here.get(key))} here; give another experiment, or the settings that it had"
                 )
-        self.t, self.attempt, self.generation = content["round"], content["attempt"], content["generation"]
+        self.t, self.generation = content["round"], content["generation"]
         if content["set_up"]:
             like = self.algorithm.init_server(self.problem.x0, self.problem.x0)
             self.server = type(like)(*(tensors[f"server.{name}"] for name in like._fields))
