@@ -62,6 +62,11 @@ def memory(quick: bool) -> Found:
     return found
 
 
+def texts(quick: bool) -> Found:
+    """A pretrained transformer with adapters: one client and a hundred."""
+    return {"runs": [_probe("texts", clients=n) for n in ((1, 5) if quick else (1, 100))]}
+
+
 def sweep(quick: bool) -> Found:
     """Sixteen runs in one call, with the bare loop before and after."""
     bare = next(system for system in SYSTEMS if system.name == "bare")
@@ -79,7 +84,9 @@ def available_gb() -> float:
     return int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]) / 2**20
 
 
-EXTRAS: dict[str, Callable[[bool], Found]] = {f.__name__: f for f in (speed, start, scale, memory, sweep)}
+EXTRAS: dict[str, Callable[[bool], Found]] = {
+    f.__name__: f for f in (speed, start, scale, memory, texts, sweep)
+}
 
 
 def measure(name: str, quick: bool) -> Found:

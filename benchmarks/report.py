@@ -195,6 +195,7 @@ def _extras(results: Results) -> Iterator[str]:
         "start": _start,
         "scale": _scale,
         "memory": _memory,
+        "texts": _texts,
         "sweep": _sweep,
     }
     for name, found in results["extras"].items():
@@ -256,6 +257,15 @@ def _memory(found: Results) -> str:
         )
     head = ["Clients' states in", "Clients", "Peak GB", "of it not file pages", "Seconds a round"]
     return f"**Memory: FAdamGC, ResNet-18, every client took part**\n\n{markdown(head, rows)}"
+
+
+def _texts(found: Results) -> str:
+    one, many = found["runs"]
+    return (
+        f"Memory: FAdamGC, MiniLM with LoRA: {one['peak_rss'] / GB:.2f} GB with {one['clients']} client, "
+        f"{many['peak_rss'] / GB:.2f} GB with {many['clients']}, all in each round "
+        f"({many['peak_rss'] / one['peak_rss']:.2f} times)."
+    )
 
 
 def _sweep(found: Results) -> str:

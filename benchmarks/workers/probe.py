@@ -52,7 +52,7 @@ def flops() -> dict[str, int]:
     found = {}
     for workload in WORKLOADS.values():
         module = workload.make_model(0).train()
-        inputs = torch.randn(workload.batch, *workload.shape)
+        inputs = workload.data()[0][0][: workload.batch]
         targets = torch.zeros(workload.batch, dtype=torch.long)
         with FlopCounterMode(display=False) as counter:
             cross_entropy(module(inputs), targets).backward()
@@ -96,6 +96,24 @@ def scale(
         callbacks=[note],
     )
     return found
+
+
+def texts(clients: int, rounds: int = 3) -> dict[str, Any]:
+    """FAdamGC on MiniLM with LoRA, all clients in each round: what memory it takes."""
+    import dataclasses
+
+    from torch.nn.functional import cross_entropy
+
+    import fadamgc
+    from systems import status
+    from workloads import WORKLOADS
+
+    workload = dataclasses.replace(WORKLOADS["minilm"], clients=clients, steps=1)
+    task = fadamgc.Task(workload.make_model(0), cross_entropy, list(zip(*workload.data(), strict=True)))
+    fadamgc.simulate(
+        fadamgc.FAdamGC(), task, rounds=rounds, local_steps=1, batch_size=workload.batch, progress=False
+    )
+    return {"clients": clients, "peak_rss": status()["VmHWM"]}
 
 
 def memory(states: str, clients: int = 100, again: int = 2) -> dict[str, Any]:
@@ -266,7 +284,7 @@ def machine() -> dict[str, Any]:
 
 
 PROBES: dict[str, Callable[..., Any]] = {
-    f.__name__: f for f in (imports, sgemm, flops, scale, memory, steps, rules, sweep, machine)
+    f.__name__: f for f in (imports, sgemm, flops, scale, memory, texts, steps, rules, sweep, machine)
 }
 
 if __name__ == "__main__":
