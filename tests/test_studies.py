@@ -96,6 +96,14 @@ def test_every_study_is_complete_at_both_scales(name, scale):
                 assert (algorithm.beta1, algorithm.beta2) == (0.9, 0.99)
 
 
+@pytest.mark.parametrize("scale", SCALES)
+def test_the_curves_are_those_of_the_main_studies(scale):
+    for cell, name in zip(load_study("curves", scale).cells, ("main-cifar100", "main-20news"), strict=True):
+        (main,) = load_study(name, scale).cells
+        for part in ("task", "run", "cost", "tune", "methods"):
+            assert getattr(cell.spec, part) == getattr(main.spec, part)
+
+
 @pytest.mark.parametrize("name", ["main-cifar10", "main-cifar100", "main-tinyimagenet"])
 def test_the_main_studies_are_those_of_the_paper(name):
     (paper,) = load_study(name, "paper").cells
