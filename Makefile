@@ -28,7 +28,7 @@ test: install  ## Run all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
 
 test-e2e: install  ## Run the tests with a real SuperLink and SuperNodes, on loopback
-	$(BIN)/python -m pytest -n $(WORKERS) tests/e2e
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) tests/e2e
 
 results: install  ## Write docs/results.md from the records under results/
 	$(BIN)/python -m fadamgc.experiments.comparison results docs/results.md

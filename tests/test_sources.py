@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import sets
 from fadamgc.cli import app
-from fadamgc.data import har, images
+from fadamgc.data import digits, har, images
 from fadamgc.data.check import check
 from fadamgc.data.sources import SOURCES, data_root, files_of, get, source
 from fadamgc.errors import InputError
@@ -116,6 +116,18 @@ def test_a_damaged_cache_is_made_again_and_one_that_cannot_be_written_is_done_wi
     (tmp_path / "file").touch()
     monkeypatch.setenv("FADAMGC_CACHE", str(tmp_path / "file"))
     assert np.array_equal(images.load("cifar10", "train").x, whole)
+
+
+def test_digits_are_read_from_the_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("FADAMGC_CACHE", str(tmp_path / "cache"))
+    made = [digits.load(), digits.load(0.25)]
+    monkeypatch.setattr(digits, "_rows", None)  # nothing is made again
+    for first, second in zip(made, [digits.load(), digits.load(0.25)], strict=True):
+        assert all(map(torch.equal, first, second))
+    for file in (tmp_path / "cache" / "digits").iterdir():
+        file.write_bytes(file.read_bytes()[:300])
+    with pytest.raises(TypeError):
+        digits.load()
 
 
 @pytest.mark.parametrize(("kind", "mode"), [("PNG", "L"), ("PNG", "RGB"), ("WEBP", "RGB")])

@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import io
 import json
+import logging
 import os
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
@@ -25,6 +29,8 @@ from torch import Tensor
 from fadamgc.errors import CheckpointError
 
 FORMAT = 1
+
+log = logging.getLogger("fadamgc")
 
 
 def write_atomic(path: Path, data: bytes) -> None:
@@ -51,6 +57,37 @@ def cache_folder() -> Path:
     if given:
         return Path(given).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fadamgc"
+
+
+def cached(name: str, make: Callable[[], npt.NDArray[Any]], mapped: bool = False) -> npt.NDArray[Any]:
+    """An array that was made before, from the cache; made, and kept there, if it is not or cannot be read.
+
+    Args:
+        name: where it lies in the cache; it must change when what is made does.
+        make: makes it.
+        mapped: leave it on disk, and read the parts that are used.
+    """
+    place = cache_folder() / f"{name}.npy"
+    mode: Literal["r"] | None = "r" if mapped else None
+    array: npt.NDArray[Any]
+    try:
+        array = np.load(place, mmap_mode=mode)
+        return array
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, EOFError) as error:
+        log.info("%s is made again: %s", place, error)
+    array = make()
+    buffer = io.BytesIO()
+    np.save(buffer, array)
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(place, buffer.getvalue())
+        if mapped:
+            array = np.load(place, mmap_mode=mode)  # what was made need not stay in memory
+    except OSError as error:
+        log.info("%s is not kept: %s", place, error)
+    return array
 
 
 def config_file() -> Path:

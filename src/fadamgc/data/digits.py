@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from fadamgc.data.partition import check_number
 from fadamgc.errors import InputError
+from fadamgc.files import cached
 
 
 class Digits(NamedTuple):
@@ -36,6 +39,15 @@ def load(validation: float = 0.0) -> Digits:
     if validation and not 0.01 <= validation <= 0.99:
         raise InputError(f"validation={validation!r}; accepted are 0 and numbers from 0.01 to 0.99")
 
+    rows = torch.from_numpy(
+        cached(f"digits/{version('scikit-learn')}-{float(validation)}", lambda: _rows(validation))
+    )
+    x, y, held_out = rows[:, :64].to(torch.float32) / 16, rows[:, 64].to(torch.int64), rows[:, 65].bool()
+    return Digits(x[~held_out], y[~held_out], x[held_out], y[held_out])
+
+
+def _rows(validation: float) -> npt.NDArray[np.uint8]:
+    """64 pixels from 0 to 16, the label, and whether it is held out; in the order of the split."""
     # Slow to import, and needed by nobody who brings their own data.
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
@@ -45,7 +57,5 @@ def load(validation: float = 0.0) -> Digits:
     train, test = train_test_split(samples, test_size=0.2, stratify=labels, random_state=0)
     if validation:
         train, test = train_test_split(train, test_size=validation, stratify=labels[train], random_state=0)
-
-    x = torch.from_numpy(pixels / 16).to(torch.float32)
-    y = torch.from_numpy(labels).to(torch.int64)
-    return Digits(x[train], y[train], x[test], y[test])
+    order, held_out = np.concatenate([train, test]), np.repeat([0, 1], [len(train), len(test)])
+    return np.column_stack([pixels[order], labels[order], held_out]).astype(np.uint8)

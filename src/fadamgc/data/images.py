@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
-import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,11 +16,9 @@ import numpy.typing as npt
 from fadamgc.data import parquet
 from fadamgc.data.sources import Source, files_of, source
 from fadamgc.errors import InputError
-from fadamgc.files import cache_folder, write_atomic
+from fadamgc.files import cached
 
 FORMAT = 1  # of the cached arrays
-
-log = logging.getLogger("fadamgc")
 
 
 class Pictures(NamedTuple):
@@ -45,33 +43,11 @@ def load(
     if known.kind != "pictures":
         raise InputError(f"data={name!r} is a set of {known.kind}, not of pictures")
     files = files_of(known, known.splits[0 if split == "train" else 1], root)
-    place = cache_folder() / "pictures" / f"{name}-{split}-{_digest(known, files)}"
-    cached = _cached(place)
-    if cached is not None:
-        return cached
-    pictures = _decode(known, files, progress or (lambda _: None))
-    try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        for part, array in (("x", pictures.x), ("y", pictures.y)):  # y is there when x is complete
-            buffer = io.BytesIO()
-            np.save(buffer, array)
-            write_atomic(place.with_name(f"{place.name}.{part}.npy"), buffer.getvalue())
-    except OSError as error:
-        log.info("decoded pictures are not kept: %s", error)
-        return pictures
-    return _cached(place) or pictures
-
-
-def _cached(place: Path) -> Pictures | None:
-    x, y = (place.with_name(f"{place.name}.{part}.npy") for part in ("x", "y"))
-    try:
-        if not y.exists():
-            return None
-        pictures = Pictures(np.load(x, mmap_mode="r"), np.load(y))
-    except (OSError, ValueError) as error:
-        log.info("decoded pictures of another time are not used: %s", error)
-        return None
-    return pictures if len(pictures.x) == len(pictures.y) else None
+    place = f"pictures/{name}-{split}-{_digest(known, files)}"
+    decode = functools.cache(lambda: _decode(known, files, progress or (lambda _: None)))
+    return Pictures(
+        cached(f"{place}.x", lambda: decode().x, mapped=True), cached(f"{place}.y", lambda: decode().y)
+    )
 
 
 def _digest(known: Source, files: list[Path]) -> str:

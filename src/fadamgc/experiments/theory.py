@@ -15,6 +15,7 @@ without its constants, by
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -65,8 +66,13 @@ class Bound(NamedTuple):
 def constants(spec: Spec, seed: int) -> Constants:
     """The constants of the problem that a seed's run solves."""
     assert isinstance(spec.task, LinearRegressionTask | QuadraticsTask)
-    problem = synthetic(spec.task, seed)
-    task = build_task(spec.task, seed)
+    return _constants(spec.task, spec.run.batch_size, seed)
+
+
+@functools.lru_cache(maxsize=1024)
+def _constants(of: LinearRegressionTask | QuadraticsTask, batch_size: int | None, seed: int) -> Constants:
+    problem = synthetic(of, seed)
+    task = build_task(of, seed)
     start = torch.cat([p.detach().flatten() for p in task.model.parameters()]).double()
     clients = [(X.numpy(), Y.numpy()[:, 0]) for X, Y in problem.clients]
     optimum = problem.optimum.numpy()
@@ -81,7 +87,7 @@ def constants(spec: Spec, seed: int) -> Constants:
         whole = np.mean(means, axis=0)
         for g, mean in zip(each, means, strict=True):
             m = len(g)
-            batch = min(spec.run.batch_size or m, m)
+            batch = min(batch_size or m, m)
             left = (m - batch) / (m - 1) if m > 1 else 0.0  # a batch is drawn without replacement
             variance = float(np.mean(((g - mean) ** 2).sum(axis=1))) * left / batch
             sigma = max(sigma, math.sqrt(variance))

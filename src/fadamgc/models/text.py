@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import io
 import logging
 import os
 import shutil
@@ -14,15 +13,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from fadamgc.data.texts import Texts
 from fadamgc.errors import InputError, nearest
-from fadamgc.files import cache_folder, write_atomic
-
-log = logging.getLogger("fadamgc")
+from fadamgc.files import cached
 
 FORMAT = 1  # of cached outputs of lower layers
 MINILM = "minilm"
@@ -324,21 +320,8 @@ def kept_lower(model: TextClassifier, base: Base, upper_layers: int, tokens: Ten
     for part in weights:
         for value in part.state_dict().values():
             digest.update(value.contiguous().numpy().tobytes())
-    place = cache_folder() / "texts" / f"{digest.hexdigest()[:32]}.npy"
-    try:
-        if place.exists():
-            return torch.from_numpy(np.load(place))
-    except (OSError, ValueError) as error:
-        log.info("lower layers of another time are not used: %s", error)
-    found = lower(model, base, upper_layers, tokens)
-    try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        buffer = io.BytesIO()
-        np.save(buffer, found.numpy())
-        write_atomic(place, buffer.getvalue())
-    except OSError as error:
-        log.info("what came out of the lower layers is not kept: %s", error)
-    return found
+    name = f"texts/{digest.hexdigest()[:32]}"
+    return torch.from_numpy(cached(name, lambda: lower(model, base, upper_layers, tokens).numpy()))
 
 
 def save_adapter(model: TextClassifier, folder: Path) -> None:

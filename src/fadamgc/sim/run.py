@@ -164,6 +164,8 @@ class Run:
 
     def reprice(self, cost: CostModel) -> Run:
         """The same run under another cost model, without running it again."""
+        if cost == self.cost:
+            return self
         history = [
             dataclasses.replace(record, simulated_seconds=sum(cost.seconds(w) for w in record.work))
             for record in self.history
