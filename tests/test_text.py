@@ -122,14 +122,41 @@ def test_logits_are_those_of_transformers(bases, kind, pair):
             torch.testing.assert_close(got[i], base.net(**given).logits[0], rtol=1e-4, atol=1e-5)
 
 
+def shaken(net):
+    """Adapters begin with 0, and would not show."""
+    with torch.no_grad():
+        for name, p in net.named_parameters():
+            if "lora_B" in name:
+                p.normal_()
+
+
+@pytest.mark.parametrize("kind", tiny.KINDS)
+@pytest.mark.parametrize("lengths", [(3, 1, 9, 9, 2), (4, 4), (1, 1, 1), (7,)])
+def test_tokens_that_are_not_there_are_not_needed(bases, monkeypatch, kind, lengths):
+    """The model in parts and the whole one of transformers: same logits, same gradients."""
+    base = load_base(bases[kind], 3, seed=0, dropout=0.0)
+    shaken(base.net)
+    model = TextClassifier(base.net, base.tokenizer.pad_token_id).train()
+    tokens = torch.randint(5, 30, (len(lengths), 1, max(lengths)), dtype=torch.int32)
+    tokens[torch.arange(max(lengths)) >= torch.tensor(lengths)[:, None, None]] = models.PADDING
+    trained = [p for p in model.parameters() if p.requires_grad]
+    found = []
+    for parts in (models.packed, lambda _: None):
+        monkeypatch.setattr(models, "packed", parts)
+        logits = model(tokens)
+        targets = torch.arange(len(lengths)) % 3
+        found.append([logits, *torch.autograd.grad(cross_entropy(logits, targets), trained)])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    if max(lengths) > 1:  # a token that is alone is all that its query finds
+        assert all(bool(g.any()) for g in found[0])
+
+
 @pytest.mark.parametrize("kind", tiny.KINDS)
 @pytest.mark.parametrize("upper", [1, 2])
 def test_layers_computed_beforehand_change_nothing(bases, data, kind, upper):
     base = load_base(bases[kind], 2, seed=0, upper_layers=upper)
-    with torch.no_grad():
-        for name, p in base.net.named_parameters():
-            if "lora_B" in name:
-                p.normal_()  # adapters begin with 0, and would not show
+    shaken(base.net)
     found = texts.read(data, ("text",), "label")
     tokens = encode(base.tokenizer, found, 16)
     model = TextClassifier(base.net, base.tokenizer.pad_token_id)

@@ -133,7 +133,7 @@ def prepare(
     found = [models.encode(loaded.tokenizer, part, length) for part in parts]
     width = max(tokens.shape[2] for tokens in found)
     found = [_as_wide(tokens, width) for tokens in found]
-    if upper_layers is not None and upper_layers < loaded.layers and loaded.kind in models.FAMILIES:
+    if upper_layers is not None and upper_layers < loaded.layers and model.in_parts:
         found = [models.kept_lower(model, loaded, upper_layers, tokens) for tokens in found]
         model = models.without_lower_layers(model, loaded, upper_layers)
     return model, found

