@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -24,6 +25,7 @@ class Workload:
     Attributes:
         name: what the tables call it.
         make_model: the model from a seed.
+        make_own: the same in this package's form, where there is one.
         shape: shape of one input.
         classes: how many labels there are.
         clients: n.
@@ -44,6 +46,7 @@ class Workload:
     batch: int
     turn: int
     warmup: int
+    make_own: Callable[[int], nn.Module] | None = None
 
     @property
     def texts(self) -> bool:
@@ -85,10 +88,26 @@ def _tokens(clients: int, samples: int, longest: int, seed: int) -> tuple[Tensor
     return tokens, torch.randint(2, (clients, samples), generator=random)
 
 
-def _minilm(seed: int) -> nn.Module:
+class Cut(nn.Module):
+    """transformers' and peft's model on tokens; a batch is cut to its longest text."""
+
+    def __init__(self, net: nn.Module, pad: int) -> None:
+        super().__init__()
+        self.net, self.pad = net, pad
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits."""
+        there = tokens[:, 0] != PADDING
+        there = there[:, : int(there.sum(dim=1).max())]
+        ids = tokens[:, 0, : there.shape[1]].long().where(there, self.pad)
+        logits: Tensor = self.net(input_ids=ids, attention_mask=there.long()).logits
+        return logits
+
+
+def _minilm(kind: Callable[[nn.Module, int], nn.Module], seed: int) -> nn.Module:
     """all-MiniLM-L6-v2 with LoRA of rank 8 on queries and values of all layers, without dropout."""
     base = load_base("minilm", 2, seed, dropout=0.0)
-    return TextClassifier(base.net, base.tokenizer.pad_token_id)
+    return kind(base.net, base.tokenizer.pad_token_id)
 
 
 WORKLOADS = {
@@ -132,7 +151,8 @@ WORKLOADS = {
         ),
         Workload(
             name="minilm",
-            make_model=_minilm,
+            make_model=partial(_minilm, Cut),
+            make_own=partial(_minilm, TextClassifier),
             shape=(1, 32),
             classes=2,
             clients=20,

@@ -27,7 +27,8 @@ def make_algorithm(name: str, optimizer: str) -> AnyAlgorithm:
 def make_task(workload: Workload) -> fadamgc.Task:
     """The workload as a task without test data."""
     clients = list(zip(*workload.data(), strict=True))
-    return fadamgc.Task(workload.make_model(0), cross_entropy, clients, name=workload.name)
+    model = (workload.make_own or workload.make_model)(0)
+    return fadamgc.Task(model, cross_entropy, clients, name=workload.name)
 
 
 def main() -> None:

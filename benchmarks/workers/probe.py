@@ -102,14 +102,13 @@ def texts(clients: int, rounds: int = 3) -> dict[str, Any]:
     """FAdamGC on MiniLM with LoRA, all clients in each round: what memory it takes."""
     import dataclasses
 
-    from torch.nn.functional import cross_entropy
-
     import fadamgc
     from systems import status
+    from workers.ours import make_task
     from workloads import WORKLOADS
 
     workload = dataclasses.replace(WORKLOADS["minilm"], clients=clients, steps=1)
-    task = fadamgc.Task(workload.make_model(0), cross_entropy, list(zip(*workload.data(), strict=True)))
+    task = make_task(workload)
     fadamgc.simulate(
         fadamgc.FAdamGC(), task, rounds=rounds, local_steps=1, batch_size=workload.batch, progress=False
     )
