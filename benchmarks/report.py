@@ -262,9 +262,9 @@ def _memory(found: Results) -> str:
 def _texts(found: Results) -> str:
     one, many = found["runs"]
     return (
-        f"Memory: FAdamGC, MiniLM with LoRA: {one['peak_rss'] / GB:.2f} GB with {one['clients']} client, "
-        f"{many['peak_rss'] / GB:.2f} GB with {many['clients']}, all in each round "
-        f"({many['peak_rss'] / one['peak_rss']:.2f} times)."
+        f"Memory: FAdamGC, MiniLM with LoRA, {one['texts']} texts at {one['clients']} client: "
+        f"{one['peak_rss'] / GB:.2f} GB; at {many['clients']}, of which {many['sampled']} in a round: "
+        f"{many['peak_rss'] / GB:.2f} GB ({many['peak_rss'] / one['peak_rss']:.2f} times)."
     )
 
 

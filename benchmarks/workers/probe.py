@@ -98,21 +98,35 @@ def scale(
     return found
 
 
-def texts(clients: int, rounds: int = 3) -> dict[str, Any]:
-    """FAdamGC on MiniLM with LoRA, all clients in each round: what memory it takes."""
+def texts(clients: int, rounds: int = 20, texts: int = 1600, steps: int = 10) -> dict[str, Any]:
+    """FAdamGC on MiniLM with LoRA: what memory it takes to have the same texts at one client or at many.
+
+    As many steps in each round, by one client or by ten of them.
+    """
     import dataclasses
+
+    from torch.nn.functional import cross_entropy
 
     import fadamgc
     from systems import status
-    from workers.ours import make_task
     from workloads import WORKLOADS
 
-    workload = dataclasses.replace(WORKLOADS["minilm"], clients=clients, steps=1)
-    task = make_task(workload)
+    workload = WORKLOADS["minilm"]
+    whole = dataclasses.replace(workload, clients=1, steps=texts // workload.batch)
+    parts = [part[0].chunk(clients) for part in whole.data()]
+    assert workload.make_own is not None
+    task = fadamgc.Task(workload.make_own(0), cross_entropy, list(zip(*parts, strict=True)))
+    sampled = min(clients, steps)
     fadamgc.simulate(
-        fadamgc.FAdamGC(), task, rounds=rounds, local_steps=1, batch_size=workload.batch, progress=False
+        *(fadamgc.FAdamGC(), task),
+        rounds=rounds,
+        sampled=sampled,
+        local_steps=steps // sampled,
+        batch_size=workload.batch,
+        executor="threads",
+        progress=False,
     )
-    return {"clients": clients, "peak_rss": status()["VmHWM"]}
+    return {"clients": clients, "texts": texts, "sampled": sampled, "peak_rss": status()["VmHWM"]}
 
 
 def memory(states: str, clients: int = 100, again: int = 2) -> dict[str, Any]:
