@@ -116,16 +116,18 @@ def test_the_results_are_those_of_the_saved_runs():
 
 
 def test_the_speeds_are_those_of_the_last_benchmark():
-    """The README's table and the page beside the results are what their JSON says."""
-    folder = ROOT / "results" / "benchmarks"
+    """The README's table and the pages beside the results are what their JSON says."""
     spec = importlib.util.spec_from_file_location("report", ROOT / "benchmarks" / "report.py")
     assert spec is not None
     assert spec.loader is not None
     report = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(report)
-    results = json.loads((folder / "results.json").read_text())
-    assert report.table(results) == (folder / "table.md").read_text()
-    assert report.summary(results).strip() in section("bench")
+    for name in ("benchmarks", "benchmarks-texts"):
+        folder = ROOT / "results" / name
+        results = json.loads((folder / "results.json").read_text())
+        assert report.table(results) == (folder / "table.md").read_text()
+        if name == "benchmarks":
+            assert report.summary(results).strip() in section("bench")
 
 
 def test_the_preset_has_the_step_sizes_that_tuning_chose():

@@ -201,7 +201,7 @@ def run(
 
 @app.command()
 def reproduce(
-    name: Annotated[str, typer.Argument(help="An experiment of the paper's; `list` shows them.")],
+    name: Annotated[str, typer.Argument(help="An experiment of the paper's; 'fadamgc list' shows them.")],
     scale: Annotated[
         str, typer.Option(help="laptop: minutes on two cores; paper: the paper's own setting, for a GPU.")
     ] = "laptop",

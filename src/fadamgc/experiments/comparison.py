@@ -157,7 +157,13 @@ def _ahead(entry: Entry, one: str, other: str, measure: str) -> tuple[bool | Non
         return None, DASH
     found = ahead(a, b, measure)
     text = " and ".join(f"{row.method.label} {_reached(row, getattr(row, measure))}" for row in (a, b))
-    return None if not found else found < 0, f"{entry.name}: {text}"
+    return None if not found else found < 0, text
+
+
+def _ahead_at(entry: Entry, one: str, other: str, measure: str) -> tuple[bool | None, str]:
+    """As ``_ahead``, with the place."""
+    found, text = _ahead(entry, one, other, measure)
+    return found, text if text == DASH else f"{entry.name}: {text}"
 
 
 def _ratio(entry: Entry, one: str, other: str, measure: str) -> float:
@@ -182,9 +188,9 @@ def _heterogeneity(entries: Sequence[Entry]) -> list[Claim]:
         Claim("and negligible where they are alike (within 10 %)", known and abs(gaps[1] - 1) <= 0.1, said),
         Claim(
             "In minutes, FAdamGC is ahead of LocalAdam where clients differ most",
-            *_ahead(most, "fadamgc", "local_adam", "minutes"),
+            *_ahead_at(most, "fadamgc", "local_adam", "minutes"),
         ),
-        Claim("FAdamGC copes better than FA-NT", *_ahead(most, "fadamgc", "fa_nt", "rounds")),
+        Claim("FAdamGC copes better than FA-NT", *_ahead_at(most, "fadamgc", "fa_nt", "rounds")),
     ]
 
 
