@@ -65,7 +65,8 @@ def memory(quick: bool) -> Found:
 def texts(quick: bool) -> Found:
     """A pretrained transformer with adapters: one client and a hundred."""
     less = {"rounds": 2} if quick else {}
-    return {"runs": [_probe("texts", clients=n, **less) for n in (1, 100)]}
+    kinds = ((1, 1), (100, 10), (100, 100))
+    return {"runs": [_probe("texts", clients=n, sampled=s, **less) for n, s in kinds]}
 
 
 def sweep(quick: bool) -> Found:

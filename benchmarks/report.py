@@ -260,12 +260,20 @@ def _memory(found: Results) -> str:
 
 
 def _texts(found: Results) -> str:
-    one, many = found["runs"]
-    return (
-        f"Memory: FAdamGC, MiniLM with LoRA, {one['texts']} texts at {one['clients']} client: "
-        f"{one['peak_rss'] / GB:.2f} GB; at {many['clients']}, of which {many['sampled']} in a round: "
-        f"{many['peak_rss'] / GB:.2f} GB ({many['peak_rss'] / one['peak_rss']:.2f} times)."
-    )
+    one = found["runs"][0]["peak_rss"]
+    rows = [
+        [
+            str(run["clients"]),
+            str(run["sampled"]),
+            f"{run['rss_before'] / GB:.2f}",
+            f"{run['peak_rss'] / GB:.2f}",
+            f"{run['peak_rss'] / one:.2f}",
+        ]
+        for run in found["runs"]
+    ]
+    head = ["Clients", "in a round", "GB before", "Peak GB", "of one client's"]
+    texts = found["runs"][0]["texts"]
+    return f"**Memory: FAdamGC, MiniLM with LoRA, {texts} texts**\n\n{markdown(head, rows)}"
 
 
 def _sweep(found: Results) -> str:

@@ -122,6 +122,57 @@ def test_logits_are_those_of_transformers(bases, kind, pair):
             torch.testing.assert_close(got[i], base.net(**given).logits[0], rtol=1e-4, atol=1e-5)
 
 
+def test_a_text_that_ends_with_the_padding_token_ends_before_it(bases):
+    base = load_base(bases["gpt2"], 2, seed=0)
+    end = base.tokenizer.eos_token
+    found = texts.Texts([f"good film{end}", "good film"], None, np.zeros(2, dtype=np.int64))
+    tokens = encode(base.tokenizer, found, 16)
+    assert torch.equal(tokens[0], tokens[1])
+    with pytest.raises(InputError, match=r"text 1 .* has no tokens"):
+        encode(base.tokenizer, found._replace(first=["good", end]), 16)
+
+
+@pytest.mark.parametrize("kind", tiny.KINDS)
+def test_lower_layers_are_not_those_of_another_config(bases, monkeypatch, tmp_path, kind):
+    monkeypatch.setenv("FADAMGC_CACHE", str(tmp_path))
+    tokens = torch.randint(5, 30, (3, 1, 6), dtype=torch.int32)
+    found = []
+    for slope in (1.0, 30.0):
+        base = load_base(bases[kind], 2, seed=0, upper_layers=1)
+        config = base.net.base_model.model.config
+        name = "layer_norm_eps" if kind == "bert" else "layer_norm_epsilon"
+        setattr(config, name, slope)
+        for module in base.net.modules():
+            if isinstance(module, torch.nn.LayerNorm):
+                module.eps = slope
+        model = TextClassifier(base.net, base.tokenizer.pad_token_id)
+        found.append(models.kept_lower(model, base, 1, tokens))
+        torch.testing.assert_close(found[-1], models.lower(model, base, 1, tokens))
+    assert not torch.allclose(*found)
+
+
+def test_what_is_trained_below_the_upper_layers_is_refused(bases, data):
+    adapters = models.lora(4, ["query"])
+    adapters.modules_to_save = ["classifier", "LayerNorm"]
+    with pytest.raises(InputError, match="upper_layers=1 leaves the layers below"):
+        task_of(bases["bert"], data, adapters=adapters, upper_layers=1)
+
+
+def test_models_that_cannot_be_taken_apart_are_left_whole(bases):
+    def in_parts(kind, change=None, **more):
+        adapters = models.default_adapters(kind)
+        adapters.modules_to_save = ["score", *more.get("saved", ())] if kind == "gpt2" else None
+        base = load_base(bases[kind], 2, seed=0, adapters=adapters)
+        if change:
+            change(base.net.base_model.model)
+        return TextClassifier(base.net, 0).in_parts
+
+    assert in_parts("bert")
+    assert in_parts("gpt2")
+    assert not in_parts("gpt2", saved=["attn"])
+    assert not in_parts("bert", lambda model: model.gradient_checkpointing_enable())
+
+
 def shaken(net):
     """Adapters begin with 0, and would not show."""
     with torch.no_grad():

@@ -98,10 +98,10 @@ def scale(
     return found
 
 
-def texts(clients: int, rounds: int = 20, texts: int = 1600, steps: int = 10) -> dict[str, Any]:
+def texts(clients: int, sampled: int, rounds: int = 20, texts: int = 1600, steps: int = 10) -> dict[str, Any]:
     """FAdamGC on MiniLM with LoRA: what memory it takes to have the same texts at one client or at many.
 
-    As many steps in each round, by one client or by ten of them.
+    Clients take turns, so that all have taken part; a round has at least so many steps.
     """
     import dataclasses
 
@@ -116,17 +116,19 @@ def texts(clients: int, rounds: int = 20, texts: int = 1600, steps: int = 10) ->
     parts = [part[0].chunk(clients) for part in whole.data()]
     assert workload.make_own is not None
     task = fadamgc.Task(workload.make_own(0), cross_entropy, list(zip(*parts, strict=True)))
-    sampled = min(clients, steps)
+    turns = [[(t * sampled + i) % clients for i in range(sampled)] for t in range(rounds)]
+    before = status()["VmRSS"]
     fadamgc.simulate(
         *(fadamgc.FAdamGC(), task),
         rounds=rounds,
-        sampled=sampled,
-        local_steps=steps // sampled,
+        schedule=[(turn, turn) for turn in turns],
+        local_steps=max(1, steps // sampled),
         batch_size=workload.batch,
         executor="threads",
         progress=False,
     )
-    return {"clients": clients, "texts": texts, "sampled": sampled, "peak_rss": status()["VmHWM"]}
+    peak = status()["VmHWM"]
+    return {"clients": clients, "texts": texts, "sampled": sampled, "rss_before": before, "peak_rss": peak}
 
 
 def memory(states: str, clients: int = 100, again: int = 2) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import io
 import json
 import logging
 import os
+import secrets
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -35,7 +36,7 @@ log = logging.getLogger("fadamgc")
 
 def write_atomic(path: Path, data: bytes) -> None:
     """Write a file so that a reader sees the old content or the new, whatever happens meanwhile."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
         with open(temporary, "wb") as file:
             file.write(data)
@@ -75,7 +76,7 @@ def cached(name: str, make: Callable[[], npt.NDArray[Any]], mapped: bool = False
         return array
     except FileNotFoundError:
         pass
-    except (OSError, ValueError, EOFError) as error:
+    except Exception as error:  # numpy has many ways to say that a file is damaged
         log.info("%s is made again: %s", place, error)
     array = make()
     buffer = io.BytesIO()

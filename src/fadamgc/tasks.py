@@ -134,8 +134,9 @@ def prepare(
     width = max(tokens.shape[2] for tokens in found)
     found = [_as_wide(tokens, width) for tokens in found]
     if upper_layers is not None and upper_layers < loaded.layers and model.in_parts:
+        upper = models.without_lower_layers(model, loaded, upper_layers)
         found = [models.kept_lower(model, loaded, upper_layers, tokens) for tokens in found]
-        model = models.without_lower_layers(model, loaded, upper_layers)
+        model = upper
     return model, found
 
 

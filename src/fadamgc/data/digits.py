@@ -13,6 +13,8 @@ from fadamgc.data.partition import check_number
 from fadamgc.errors import InputError
 from fadamgc.files import cached
 
+FORMAT = 1  # of the cached rows
+
 
 class Digits(NamedTuple):
     """Pixels as float32 in [0, 1], (n, 64); labels as int64, (n,)."""
@@ -40,7 +42,7 @@ def load(validation: float = 0.0) -> Digits:
         raise InputError(f"validation={validation!r}; accepted are 0 and numbers from 0.01 to 0.99")
 
     rows = torch.from_numpy(
-        cached(f"digits/{version('scikit-learn')}-{float(validation)}", lambda: _rows(validation))
+        cached(f"digits/{FORMAT}-{version('scikit-learn')}-{float(validation)}", lambda: _rows(validation))
     )
     x, y, held_out = rows[:, :64].to(torch.float32) / 16, rows[:, 64].to(torch.int64), rows[:, 65].bool()
     return Digits(x[~held_out], y[~held_out], x[held_out], y[held_out])

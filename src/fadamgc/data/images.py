@@ -45,9 +45,10 @@ def load(
     files = files_of(known, known.splits[0 if split == "train" else 1], root)
     place = f"pictures/{name}-{split}-{_digest(known, files)}"
     decode = functools.cache(lambda: _decode(known, files, progress or (lambda _: None)))
-    return Pictures(
+    pictures = Pictures(
         cached(f"{place}.x", lambda: decode().x, mapped=True), cached(f"{place}.y", lambda: decode().y)
     )
+    return pictures if len(pictures.x) == len(pictures.y) else decode()
 
 
 def _digest(known: Source, files: list[Path]) -> str:

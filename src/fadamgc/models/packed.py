@@ -199,4 +199,9 @@ def packed(classifier: nn.Module) -> Packed | None:
         return None
     if getattr(config, "position_embedding_type", "absolute") != "absolute":
         return None
-    return kind(classifier)
+    parts = kind(classifier)
+    if parts.body.is_gradient_checkpointing:
+        return None
+    if any(hasattr(getattr(layer, "attn", None), "modules_to_save") for layer in parts.layers):
+        return None  # a copy of the attention, in which peft's adapters are not those that it uses
+    return parts

@@ -30,6 +30,7 @@ TARGETS = {  # what LoRA adapts unless told otherwise
     "distilbert": ("q_lin", "v_lin"),
     "gpt2": ("c_attn", "c_proj", "c_fc"),
 }
+NO_MATTER = ("drop", "label", "name_or_path", "version", "dtype")  # in a config, to what layers compute
 PADDING = -1  # a token that is none
 EVALUATED = 64  # texts in one forward pass of an evaluation, about equally long
 
@@ -227,6 +228,8 @@ def encode(tokenizer: Any, texts: Texts, longest: int) -> Tensor:
     made = tokenizer(texts.first, *pair, truncation=True, max_length=longest)
     ids, types = made["input_ids"], made.get("token_type_ids")
     for i, one in enumerate(ids):
+        while one and one[-1] == tokenizer.pad_token_id:  # to transformers, the text ends before these
+            one.pop()
         if not one:
             raise InputError(f"text {i} ({texts.first[i][:40]!r}) has no tokens")
     planes = [ids] if texts.second is None or types is None else [ids, types]
@@ -245,6 +248,12 @@ def without_lower_layers(model: TextClassifier, base: Base, upper_layers: int) -
     upper = TextClassifier(copy.deepcopy(model.net, frozen), model.pad, first)  # other modules, same weights
     parts = packed(upper.classifier)
     assert parts is not None
+    gone = [getattr(parts.body, name) for name in parts.embeddings] + list(parts.layers[:first])
+    if any(p.requires_grad for part in gone for p in part.parameters()):
+        raise InputError(
+            f"upper_layers={upper_layers} leaves the layers below as they are, but the adapters' config "
+            "trains something there; leave upper_layers out, or bias and modules_to_save below it"
+        )
     for name in parts.embeddings:
         setattr(parts.body, name, nn.Identity())
     for i in range(first):
@@ -283,7 +292,9 @@ def kept_lower(model: TextClassifier, base: Base, upper_layers: int, tokens: Ten
     parts = packed(model.classifier)
     assert parts is not None
     weights = [*(getattr(parts.body, name) for name in parts.embeddings), *parts.layers[:first]]
-    digest = hashlib.sha256(repr((FORMAT, base.kind, first, tuple(tokens.shape))).encode())
+    config = model.classifier.config.to_dict()
+    facts = {key: config[key] for key in sorted(config) if not any(word in key for word in NO_MATTER)}
+    digest = hashlib.sha256(repr((FORMAT, facts, first, tuple(tokens.shape))).encode())
     digest.update(tokens.numpy().tobytes())
     for part in weights:
         for value in part.state_dict().values():
