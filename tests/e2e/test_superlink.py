@@ -40,6 +40,24 @@ def federation(tmp_path):
         yield one
     finally:
         one.down()
+    assert one._left() == []
+
+
+def listening(federation):
+    """Addresses that processes of the federation listen on, as the system writes them."""
+    sockets = set()
+    for pid in federation._left():
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):
+                sockets.add(os.readlink(link))
+    lines = [
+        line.split()
+        for table in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+    ]
+    return [
+        words[1].split(":")[0] for words in lines if words[3] == "0A" and f"socket:[{words[9]}]" in sockets
+    ]
 
 
 def config(folder, algorithm="fadamgc", **more):
@@ -96,6 +114,10 @@ def check_numbers(folder, algorithm):
 
 def test_scaffold_has_the_simulators_numbers(federation, tmp_path):
     federation.up(3, wait=LIMIT)
+    if Path("/proc/net/tcp").exists():
+        addresses = listening(federation)
+        assert len(addresses) >= 4
+        assert set(addresses) == {"0100007F"}  # 127.0.0.1, and nothing beyond
     federation.run(APP, config(tmp_path / "server", "scaffold"))
     check_numbers(tmp_path / "server", "scaffold")
 
