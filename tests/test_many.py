@@ -40,7 +40,7 @@ def assert_same(many, alone):
     [
         {},
         {"local_steps": None, "local_epochs": 1},
-        {"batch_size": None, "rounds": 1},
+        {"batch_size": None},
         {"batch_size": 3},
         {"weights": "size", "eval_every": 2},
         {"target": 0.6, "rounds": 8},

@@ -239,7 +239,7 @@ def test_the_paper_scale_starts_stops_and_goes_on(data, tmp_path):
     sets.cifar10(data, train=250, test=10)
     (cell,) = load_study("main-cifar10", "paper").cells
     spec = cell.spec.only(["fadamgc"]).replace(
-        "run", rounds=2, local_steps=1, sampled=1, seeds=(0,), tracked=1
+        "run", rounds=2, local_steps=1, sampled=2, seeds=(0,), tracked=1
     )
     spec = spec.model_copy(
         update={"methods": tuple(m.model_copy(update={"tracked": 1}) for m in spec.methods)}

@@ -157,8 +157,7 @@ RUNS = [
     for executor in EXECUTORS
     for case in CASES
     for label, schedule in SCHEDULES.items()
-    if (label == "full" or not case.full_only)
-    and (executor == "loop" or case.full_only or label == "partial")  # the harder one will do for these
+    if label == "full" or not case.full_only
 ]
 
 

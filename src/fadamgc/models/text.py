@@ -237,7 +237,7 @@ def encode(tokenizer: Any, texts: Texts, longest: int) -> Tensor:
     tokens = torch.full((len(ids), len(planes), width), PADDING, dtype=torch.int32)
     for p, plane in enumerate(planes):
         for i, row in enumerate(plane):
-            tokens[i, p, : len(row)] = torch.tensor(row, dtype=torch.int32)
+            tokens[i, p, : len(ids[i])] = torch.tensor(row[: len(ids[i])], dtype=torch.int32)
     return tokens
 
 
