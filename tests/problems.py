@@ -32,6 +32,9 @@ def mlp(seed: int = 0, *middle: nn.Module) -> nn.Module:
         return nn.Sequential(nn.Linear(5, 8), *middle, nn.Tanh(), nn.Linear(8, 3))
 
 
+EVEN = (8, 16, 8, 24, 40, 16)  # clients whose batches of 8 are all whole: steps of one shape only
+
+
 def class_task(
     sizes: Sequence[int] = (3, 20, 7, 16, 40, 9),
     model: nn.Module | None = None,

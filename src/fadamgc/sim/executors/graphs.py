@@ -9,12 +9,16 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
+from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fadamgc.algorithm import AnyAlgorithm, example
@@ -22,6 +26,7 @@ from fadamgc.algorithm import AnyAlgorithm, example
 log = logging.getLogger("fadamgc")
 
 Function = Callable[..., Any]
+_one_at_a_time = threading.RLock()
 
 
 class Hidden(Tensor):
@@ -65,13 +70,31 @@ def lifted(algorithm: AnyAlgorithm, values: dict[str, Tensor]) -> AnyAlgorithm:
 def record(function: Function, arguments: Sequence[Tensor]) -> Function:
     """The operations of a function of tensors as a graph; the function itself where that fails."""
     try:
-        # Copies, because two arguments that are the same tensor would be recorded as one.
-        graph: Function = make_fx(function)(*(a.clone() for a in arguments))
+        with _without_shapes():
+            # Copies, because two arguments that are the same tensor would be recorded as one.
+            graph: Function = make_fx(function)(*(a.clone() for a in arguments))
     except Exception as error:
         # What vmap can do and the recorder cannot still runs, only slower.
         log.info("not recorded as a graph (%s)", error)
         return function
     return graph
+
+
+@contextmanager
+def _without_shapes() -> Iterator[None]:
+    """Record without a note of each result's shape: nobody reads it here, and it takes most of the time."""
+    here = threading.get_ident()
+    with _one_at_a_time:
+        original: Function | None = getattr(proxy_tensor, "set_meta", None)
+        if original is None:  # another version of torch
+            yield
+            return
+
+        def set_meta(proxy: Any, value: Any) -> Any:
+            return proxy if threading.get_ident() == here else original(proxy, value)
+
+        with patch.object(proxy_tensor, "set_meta", set_meta):
+            yield
 
 
 def pointwise(graph: Function) -> bool:
