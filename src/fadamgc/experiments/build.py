@@ -27,6 +27,7 @@ from fadamgc.experiments.spec import (
     TextTask,
 )
 from fadamgc.models import PictureInput, cnn1d, convnet, mlp, resnet8, resnet18
+from fadamgc.seeds import seeded
 from fadamgc.task import Pair, Task
 
 Rows: TypeAlias = NDArray[np.int64]
@@ -249,8 +250,7 @@ def _least_squares(problem: Synthetic, seed: int, name: str, measure: str) -> Ta
     def gradient(output: Tensor, target: Tensor) -> Tensor:  # noqa: ARG001
         return (X_all.to(output).T @ (output - best.to(output)) / N).square().sum()
 
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seeded(seed):
         model = nn.Linear(problem.dim, 1, bias=False)
     test = (X_all, Y_all)
     metric = excess if measure == "excess" else gradient

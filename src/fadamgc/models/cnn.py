@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 
 from fadamgc.data.partition import check_integer
+from fadamgc.seeds import seeded
 
 
 def cnn(
@@ -29,8 +29,7 @@ def cnn(
     check_integer("seed", seed, 0)
     a, b = widths
     hidden = 8 * a
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seeded(seed):
         return nn.Sequential(
             nn.Conv2d(channels, a, kernel_size=3, padding=1),
             nn.ReLU(),
@@ -62,8 +61,7 @@ def convnet(channels: int = 3, side: int = 32, outputs: int = 10, width: int = 1
         check_integer(name, value, 1)
     check_integer("side", side, 4)
     check_integer("seed", seed, 0)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seeded(seed):
         return nn.Sequential(
             nn.Conv2d(channels, width, kernel_size=4, stride=2, padding=1, bias=False),
             nn.GroupNorm(_groups(width), width),
@@ -91,8 +89,7 @@ def cnn1d(channels: int = 9, outputs: int = 6, width: int = 16, *, seed: int) ->
     for name, value in (("channels", channels), ("outputs", outputs), ("width", width)):
         check_integer(name, value, 1)
     check_integer("seed", seed, 0)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seeded(seed):
         layers: list[nn.Module] = []
         before = channels
         for after in (width, 2 * width):

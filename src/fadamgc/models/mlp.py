@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-import torch
 from torch import nn
 
 from fadamgc.data.partition import check_integer
+from fadamgc.seeds import seeded
 
 
 def mlp(inputs: int, hidden: Sequence[int], outputs: int, seed: int) -> nn.Module:
@@ -28,8 +28,7 @@ def mlp(inputs: int, hidden: Sequence[int], outputs: int, seed: int) -> nn.Modul
         check_integer(name, width, 1)
     check_integer("seed", seed, 0)
     layers: list[nn.Module] = [nn.Flatten()]
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seeded(seed):
         for a, b in pairwise(widths):
             layers += [nn.Linear(a, b), nn.ReLU()]
     return nn.Sequential(*layers[:-1])

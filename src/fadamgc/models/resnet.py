@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fadamgc.data.partition import check_integer
 from fadamgc.errors import InputError
+from fadamgc.seeds import seeded
 
 GROUPS = 32
 
@@ -93,8 +93,7 @@ def _resnet(
     check_integer("seed", seed, 0)
     if norm not in ("group", "batch"):
         raise InputError(f"norm={norm!r} is not accepted; it must be 'group' or 'batch'")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seeded(seed):
         layers: list[nn.Module] = [
             nn.Conv2d(channels, width, 3, padding=1, bias=False),
             _norm(norm, width),

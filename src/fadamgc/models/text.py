@@ -20,6 +20,7 @@ from fadamgc.data.texts import Texts
 from fadamgc.errors import InputError, nearest
 from fadamgc.files import cached
 from fadamgc.models.packed import Layout, Packed, packed
+from fadamgc.seeds import seeded
 
 FORMAT = 2  # of cached outputs of lower layers
 MINILM = "minilm"
@@ -181,8 +182,7 @@ def load_base(
             for name in ("resid_pdrop", "dropout", "attention_dropout", "classifier_dropout"):
                 if isinstance(getattr(config, name, None), float):
                     setattr(config, name, dropout)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+        with seeded(seed):
             try:
                 model: Any = AutoModelForSequenceClassification.from_pretrained(
                     folder, config=config, dtype=torch.float32, ignore_mismatched_sizes=True

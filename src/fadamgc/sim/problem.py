@@ -14,6 +14,7 @@ from torch.func import functional_call, vmap
 
 from fadamgc.errors import ClientError, InputError
 from fadamgc.flat import Flat
+from fadamgc.seeds import seeded
 from fadamgc.sim.sampling import EVALUATION, GRADIENT, torch_seed
 from fadamgc.task import Task, cast
 
@@ -107,8 +108,7 @@ class Problem:
         first = int(self.start[largest])
         rows = slice(first, first + min(2, int(self.size[largest])))
         buffers = {name: value.clone() for name, value in self.buffers0.items()}
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.manual_seed(0)
+        with seeded(0), torch.no_grad():
             before = torch.get_rng_state()
             self.loss(self.x0, buffers, self.inputs[rows].clone(), self.targets[rows])
             return not torch.equal(before, torch.get_rng_state())
@@ -182,8 +182,7 @@ class Problem:
         """Gradient at x of the loss over all of a client's data; buffers are left alone."""
         start, size = int(self.start[client]), int(self.size[client])
         total = torch.zeros_like(x)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(torch_seed(seed, GRADIENT, t, client))
+        with seeded(torch_seed(seed, GRADIENT, t, client)):
             for first in range(start, start + size, CHUNK):
                 rows = slice(first, min(first + CHUNK, start + size))
                 scratch = {name: value.clone() for name, value in buffers.items()}
@@ -206,8 +205,7 @@ class Problem:
         state = {**self.flat.unflatten(x), **buffers, **self.fixed}
         self.module.eval()
         try:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(torch_seed(seed, EVALUATION, t))
+            with seeded(torch_seed(seed, EVALUATION, t)):
                 chunks = torch.split(inputs, CHUNK)
                 pieces = [functional_call(self.module, state, (chunk.clone(),)) for chunk in chunks]
         finally:
@@ -236,8 +234,7 @@ class Problem:
         data = [self.inputs, self.targets, torch.from_numpy(self.size), *(self.test or ())]
         model = [self.x0, *self.buffers0.values(), *self.fixed.values()]
         layout = repr((self.flat, list(self.buffers0), list(self.fixed), self.module))
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.manual_seed(0)
+        with seeded(0), torch.no_grad():
             some = torch.linspace(0, len(self.inputs) - 1, min(64, len(self.inputs))).long()
             buffers = {name: value.clone() for name, value in self.buffers0.items()}
             loss = self.loss(self.x0, buffers, self.inputs[some], self.targets[some])

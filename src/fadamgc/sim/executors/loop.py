@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fadamgc.errors import ClientError
+from fadamgc.seeds import seeded
 from fadamgc.sim.executors.base import Job, Plan, Result
 from fadamgc.sim.problem import Problem
 from fadamgc.sim.sampling import FORWARD, torch_seed
@@ -53,8 +54,7 @@ def steps(job: Job) -> Iterator[tuple[tuple[Tensor, ...], Result | None]]:
         g_x = problem.whole_gradient(down.x, buffers, job.client, round.seed, round.t)
     x, loss_sum = down.x, torch.zeros((), dtype=problem.dtype, device=problem.device)
     local = algo.begin(down, client, g_x)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(torch_seed(round.seed, FORWARD, round.t, job.client))
+    with seeded(torch_seed(round.seed, FORWARD, round.t, job.client)):
         for k in range(K):
             rows = torch.from_numpy(job.batches.rows[k, : job.batches.size[k]] + start)
             rows = rows.to(problem.device)
