@@ -17,7 +17,7 @@ import secrets
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,6 +30,7 @@ from torch import Tensor
 from fadamgc.errors import CheckpointError
 
 FORMAT = 1
+ROOM = 8 << 30  # bytes that arrays of one kind may take in the cache
 
 log = logging.getLogger("fadamgc")
 
@@ -73,6 +74,8 @@ def cached(name: str, make: Callable[[], npt.NDArray[Any]], mapped: bool = False
     array: npt.NDArray[Any]
     try:
         array = np.load(place, mmap_mode=mode)
+        with suppress(OSError):
+            os.utime(place)  # those that were not used for the longest time go first
         return array
     except FileNotFoundError:
         pass
@@ -84,11 +87,22 @@ def cached(name: str, make: Callable[[], npt.NDArray[Any]], mapped: bool = False
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(place, buffer.getvalue())
+        _make_room(place)
         if mapped:
             array = np.load(place, mmap_mode=mode)  # what was made need not stay in memory
     except OSError as error:
         log.info("%s is not kept: %s", place, error)
     return array
+
+
+def _make_room(newest: Path) -> None:
+    """Remove arrays that were not used for long from the newest one's folder, if they take too much."""
+    found = [(file.stat(), file) for file in newest.parent.glob("*.npy") if file != newest]
+    left = ROOM - newest.stat().st_size
+    for its, file in sorted(found, key=lambda pair: -pair[0].st_mtime):
+        left -= its.st_size
+        if left < 0:
+            file.unlink(missing_ok=True)  # who reads it at this moment goes on doing so
 
 
 def config_file() -> Path:
