@@ -13,13 +13,12 @@ help:  ## Show this list
 
 install: $(VENV)/.installed  ## Make the virtual environment and install everything into it
 
-# torch comes first and on its own, so that nothing else can pull another build of it. What is imported is compiled then:
-# most of these files never are.
+# torch comes first and on its own, so that nothing else can pull another build of it.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(f"Python 3.11 or newer is needed, this is {v}; set PYTHON=") if v < (3, 11) else None'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt torch
-	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --quiet --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
 demo: install  ## Compare the seven methods of the paper on digits; results in out/compare
