@@ -11,6 +11,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental import proxy_tensor
 from torch.nn import functional as F
 
 import fadamgc
@@ -60,6 +61,24 @@ def test_two_arguments_that_are_one_tensor_are_recorded_as_two():
     x = torch.ones(3)
     graph = record(lambda a, b: [a + 10 * b], [x, x])
     assert graph(torch.zeros(3), torch.ones(3))[0].tolist() == [10, 10, 10]
+
+
+def test_recording_leaves_out_the_shapes_and_the_recorder_as_it_was():
+    original = proxy_tensor.set_meta
+    here = record(lambda a: [a + 1], [torch.zeros(3)])
+    assert not any("val" in node.meta for node in here.graph.nodes)
+
+    def elsewhere(a):
+        with ThreadPoolExecutor(1) as pool:  # another recording at the same time is not touched
+            there = pool.submit(proxy_tensor.make_fx(lambda b: b * 2), torch.ones(2)).result()
+        assert all("val" in node.meta for node in there.graph.nodes if node.op != "output")
+        seen.append(there)
+        raise ValueError("not to be recorded")
+
+    seen = []
+    assert record(elsewhere, [torch.zeros(3)]) is elsewhere
+    assert len(seen) == 1
+    assert proxy_tensor.set_meta is original
 
 
 # Vectorized
