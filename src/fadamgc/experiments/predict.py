@@ -10,7 +10,7 @@ import torch
 
 from fadamgc.data.sources import data_root, source
 from fadamgc.data.texts import Texts
-from fadamgc.errors import InputError
+from fadamgc.errors import InputError, nearest
 from fadamgc.experiments.pool import ADAPTER
 from fadamgc.experiments.runner import RUNS
 from fadamgc.experiments.spec import TextTask
@@ -63,8 +63,10 @@ def labels_of(data: str) -> tuple[str, ...]:
 
 def _task(folder: Path) -> TextTask:
     if not (folder / ADAPTER).is_dir():
-        inside = sorted(path.parent for path in folder.glob(f"{RUNS}/*/{ADAPTER}"))
-        hint = f"; it has {', '.join(str(path) for path in inside)}" if inside else ""
-        raise InputError(f"run={str(folder)!r} is no run on texts: there is no {ADAPTER} in it{hint}")
+        what = f"there is no {ADAPTER} in it" if folder.is_dir() else "there is no such folder"
+        inside = sorted(str(path.parent) for path in folder.glob(f"{RUNS}/*/{ADAPTER}"))
+        beside = [str(path.parent) for path in folder.parent.glob(f"*/{ADAPTER}")]
+        hint = f"; it has {', '.join(inside)}" if inside else nearest(str(folder), beside)
+        raise InputError(f"run={str(folder)!r} is no run on texts: {what}{hint}")
     job = load_run(folder).settings.get("job", {})
     return TextTask(**job["task"])
