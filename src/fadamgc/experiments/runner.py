@@ -27,7 +27,7 @@ from fadamgc.experiments.pool import (
     run_jobs,
 )
 from fadamgc.experiments.reading import load_spec
-from fadamgc.experiments.spec import Spec
+from fadamgc.experiments.spec import STEPS, Spec
 from fadamgc.files import write_atomic
 
 SPEC = "spec.toml"
@@ -157,7 +157,7 @@ def check_same(spec: Spec, out: Path, tuned: bool = False) -> None:
         _differs(out, f"{method.label}: tracked", old.tracked(method), spec.tracked(other))
         there, here = method.hyperparameters, other.hyperparameters
         for key in {**there, **here}:
-            if not (tuned and key in ("eta_l", "eta_g")):
+            if not (tuned and key in STEPS):
                 _differs(out, f"{method.label}: {key}", there.get(key), here.get(key))
 
 

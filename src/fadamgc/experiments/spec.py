@@ -23,6 +23,8 @@ from fadamgc.experiments.toml import toml_table, toml_value
 from fadamgc.sim.cost import CostModel
 from fadamgc.sim.executors import EXECUTORS
 
+STEPS = ("eta_l", "eta_g")  # the step sizes, which tuning chooses
+
 
 class Section(BaseModel):
     """A table of the spec: fixed once made, no key that is not known, no silent conversion."""
@@ -415,6 +417,15 @@ class Spec(Section):
                 )
             chosen += [m for m in found if m not in chosen]
         return Spec(**{**dict(self), "methods": tuple(m for m in self.methods if m in chosen)})
+
+    def with_steps_of(self, other: Spec) -> Spec:
+        """The spec with the step sizes that methods of the same label have in another."""
+        steps = {
+            method.label: {key: value for key, value in method.hyperparameters.items() if key in STEPS}
+            for method in other.methods
+        }
+        methods = tuple(method.with_(**steps.get(method.label, {})) for method in self.methods)
+        return self.model_copy(update={"methods": methods})
 
     def to_toml(self) -> str:
         """The spec as a file that ``load_spec`` reads back."""

@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from fadamgc.errors import InputError, nearest
 from fadamgc.experiments.reading import preset, presets, spec_of
-from fadamgc.experiments.spec import Spec
+from fadamgc.experiments.spec import STEPS, Spec
 from fadamgc.experiments.summary import TITLES, TO_TARGET
 from fadamgc.files import write_atomic
 
@@ -207,7 +207,7 @@ def _merged(base: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
 
 def _with_steps(tables: dict[str, Any]) -> dict[str, Any]:
     """The step sizes given by algorithm, as keys of the methods."""
-    steps = {key: tables.get(key, {}) for key in ("eta_l", "eta_g")}
+    steps = {key: tables.get(key, {}) for key in STEPS}
     rest = {key: value for key, value in tables.items() if key not in steps}
     for key, values in steps.items():
         known = {method.get("algorithm") for method in rest.get("method", [])}
