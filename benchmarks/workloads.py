@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from fadamgc.models import cnn, mlp, resnet18
-from fadamgc.models.text import PADDING, TextClassifier, load_base
+from fadamgc.models.pretrained import load_base
+from fadamgc.models.text import PADDING, TextClassifier
 
 RESNET_NORM: Literal["batch", "group"] = "batch"
 ETA_L = {"sgd": 0.01, "adam": 0.001}  # small: random labels are not to be learned, only trained on

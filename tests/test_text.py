@@ -28,7 +28,8 @@ pytest.importorskip("peft", reason="peft is not installed")
 
 from fadamgc import tasks
 from fadamgc.models import text as models
-from fadamgc.models.text import TextClassifier, encode, load_base
+from fadamgc.models.pretrained import default_adapters, load_base, lora
+from fadamgc.models.text import TextClassifier, encode
 from fadamgc.sim.problem import Problem
 
 
@@ -74,7 +75,7 @@ def test_gpt2_trains_the_papers_share():
     import peft
     from transformers import GPT2Config, GPT2ForSequenceClassification
 
-    adapters = models.default_adapters("gpt2")
+    adapters = default_adapters("gpt2")
     adapters.fan_in_fan_out = True
     with torch.device("meta"):
         net = peft.get_peft_model(GPT2ForSequenceClassification(GPT2Config(num_labels=2)), adapters)
@@ -118,7 +119,8 @@ def test_logits_are_those_of_transformers(bases, kind, pair):
     with torch.no_grad():
         got = model(tokens)  # sorted and in pieces
         for i in (0, 1, 17, 79):  # alone: nothing is padded
-            given = base.tokenizer(first[i], *([second[i]] if pair else []), return_tensors="pt")
+            other = [f"\n{second[i]}" if kind == "gpt2" else second[i]] if pair else []
+            given = base.tokenizer(first[i], *other, return_tensors="pt")
             torch.testing.assert_close(got[i], base.net(**given).logits[0], rtol=1e-4, atol=1e-5)
 
 
@@ -133,6 +135,9 @@ def test_a_text_that_ends_with_the_padding_token_ends_before_it(bases):
 
     class WithTypes:
         pad_token_id = 9
+
+        def num_special_tokens_to_add(self, pair):
+            return 1
 
         def __call__(self, *_, **__):
             return {"input_ids": [[5, 6, 9, 9], [5, 6]], "token_type_ids": [[0, 1, 1, 1], [0, 1]]}
@@ -161,7 +166,7 @@ def test_lower_layers_are_not_those_of_another_config(bases, monkeypatch, tmp_pa
 
 
 def test_what_is_trained_below_the_upper_layers_is_refused(bases, data):
-    adapters = models.lora(4, ["query"])
+    adapters = lora(4, ["query"])
     adapters.modules_to_save = ["classifier", "LayerNorm"]
     with pytest.raises(InputError, match="upper_layers=1 leaves the layers below"):
         task_of(bases["bert"], data, adapters=adapters, upper_layers=1)
@@ -169,7 +174,7 @@ def test_what_is_trained_below_the_upper_layers_is_refused(bases, data):
 
 def test_models_that_cannot_be_taken_apart_are_left_whole(bases):
     def in_parts(kind, change=None, saved=None):
-        adapters = models.default_adapters(kind)
+        adapters = default_adapters(kind)
         adapters.modules_to_save = saved
         base = load_base(bases[kind], 2, seed=0, adapters=adapters)
         if change:
@@ -318,11 +323,14 @@ def test_posts_lose_what_gives_the_label_away():
         "From: someone@somewhere\nSubject: Re: engines\n\nIn article <1> other writes:\n> it is hot\n"
         "It is cold here.\n\n--\nSomeone, Somewhere\n"
     )
+    cut = " here!there!other\nSubject: Re: engines\nFrom: other@there\n\nWarm.\n"
     found = texts.without_headers(
-        texts.Texts([post, "From: a@b\nSubject: c\n\n> all quoted\n", "no header here"], None, np.arange(3))
+        texts.Texts([post, "From: a@b\nSubject: c\n\n> all quoted\n", cut], None, np.arange(3))
     )
-    assert found.first == ["It is cold here.", "no header here"]
+    assert found.first == ["It is cold here.", "Warm."]
     assert found.y.tolist() == [0, 2]
+    bare = texts.Texts(["no header here", "Note: it is none\n\nof these", "nor here"], None, np.arange(3))
+    assert texts.without_headers(bare).first == bare.first
 
 
 def test_own_texts_are_read_from_parquet_as_from_csv(tmp_path, data):
@@ -342,7 +350,6 @@ def test_own_texts_are_read_from_parquet_as_from_csv(tmp_path, data):
     ("content", "options", "said"),
     [
         ("text,label\ngood,1\n", {"columns": ("review",)}, "there is no column 'review'; it has text, label"),
-        ("text,label\n3,1\n", {}, "row 0 has text=3, which is no text"),
         ("text,label\ngood,1\n  ,0\n", {}, "row 1 has an empty text in 'text'"),
         ("text,label\ngood,1\nbad,-1\n", {}, "row 1 has label=-1; labels are whole numbers from 0"),
         ("text,label\ngood,yes\n", {}, "row 0 has label='yes'"),
@@ -366,14 +373,14 @@ def test_bad_texts_are_refused(bases, tmp_path, monkeypatch, content, options, s
 
 
 def test_targets_that_match_nothing_are_refused(bases, data):
-    with pytest.raises(InputError, match=r"target_modules=.*'nothing'.* match nothing.*it has .*query"):
-        task_of(bases["bert"], data, adapters=models.lora(4, ["nothing"]))
+    with pytest.raises(InputError, match=r"target_modules: 'nothing' matches nothing.*it has .*query"):
+        task_of(bases["bert"], data, adapters=lora(4, ["nothing"]))
 
 
 def test_a_label_of_the_test_data_that_is_no_class_is_refused(bases, tmp_path, data):
     test = tmp_path / "test.csv"
     test.write_text("text,label\ngood,0\nbad,7\n")
-    with pytest.raises(InputError, match=r"row 1 has label=7; the train data have 2 classes"):
+    with pytest.raises(InputError, match=r"row 1 has label=7; there are 2 classes, .* classes="):
         task_of(bases["bert"], data, test=test)
 
 

@@ -17,7 +17,7 @@ def package(name):
 def bert(folder, layers=3, dropout=0.0):
     from transformers import AutoTokenizer, BertConfig, BertModel
 
-    from fadamgc.models.text import base_folder
+    from fadamgc.models.pretrained import base_folder
 
     config = BertConfig(
         vocab_size=30522,

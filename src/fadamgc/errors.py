@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from numbers import Integral
 
 
 class FadamgcError(Exception):
@@ -45,6 +46,17 @@ class NonFiniteError(FadamgcError):
 
     def __reduce__(self) -> tuple[type[NonFiniteError], tuple[int, int, int | None, str]]:
         return type(self), (self.client, self.round, self.step, self.what)
+
+
+def whole(name: str, value: object, least: int) -> int:
+    """A whole number that is not too small, or an error that says so.
+
+    >>> whole("rounds", 3, 1)
+    3
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+        raise InputError(f"{name}={value!r} is not accepted; it must be a whole number >= {least}")
+    return int(value)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import io
 import json
 import logging
 import os
@@ -19,7 +18,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -35,12 +34,20 @@ ROOM = 8 << 30  # bytes that arrays of one kind may take in the cache
 log = logging.getLogger("fadamgc")
 
 
-def write_atomic(path: Path, data: bytes) -> None:
-    """Write a file so that a reader sees the old content or the new, whatever happens meanwhile."""
+def write_atomic(path: Path, data: bytes | Callable[[BinaryIO], object]) -> None:
+    """Write a file so that a reader sees the old content or the new, whatever happens meanwhile.
+
+    Args:
+        path: where.
+        data: the content, or what writes it.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
         with open(temporary, "wb") as file:
-            file.write(data)
+            if callable(data):
+                data(file)
+            else:
+                file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -82,11 +89,9 @@ def cached(name: str, make: Callable[[], npt.NDArray[Any]], mapped: bool = False
     except Exception as error:  # numpy has many ways to say that a file is damaged
         log.info("%s is made again: %s", place, error)
     array = make()
-    buffer = io.BytesIO()
-    np.save(buffer, array)
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(place, buffer.getvalue())
+        write_atomic(place, lambda file: np.save(file, array))
         _make_room(place)
         if mapped:
             array = np.load(place, mmap_mode=mode)  # what was made need not stay in memory

@@ -14,18 +14,20 @@ from torch.nn.functional import cross_entropy
 from fadamgc.data import dirichlet, iid, texts
 from fadamgc.data.sources import SOURCES
 from fadamgc.data.texts import Texts
-from fadamgc.errors import InputError, nearest
+from fadamgc.errors import InputError, nearest, whole
 from fadamgc.models import text as models
+from fadamgc.models.pretrained import MINILM, load_base
 from fadamgc.task import Pair, Task
 
 
 def text(
-    base: str | Path = models.MINILM,
+    base: str | Path = MINILM,
     data: str | Path = "glue/sst2",
     *,
     test: str | Path | None = None,
-    columns: tuple[str, ...] = ("text",),
-    label: str = "label",
+    columns: str | Sequence[str] | None = None,
+    label: str | None = None,
+    classes: int | None = None,
     clients: int = 100,
     alpha: float | None = 0.1,
     seed: int = 0,
@@ -44,8 +46,9 @@ def text(
             ``fadamgc[text]``), a folder, or a name on the hub.
         data: "20_newsgroups", "glue/sst2", "glue/qnli", "glue/qqp", or a .parquet or .csv file.
         test: a file of the same columns to test on; for a data set that is known, its own test part.
-        columns: of texts in one's own files: one, or two for pairs.
-        label: the column of labels there, whole numbers from 0.
+        columns: of texts in one's own files: one, or two for pairs; None is "text".
+        label: the column of labels there, whole numbers from 0; None is "label".
+        classes: how many labels there are, if not all of them are in the train data.
         clients: among how many the train data are dealt out.
         alpha: of the Dirichlet distribution of labels; None: all clients get the same mixture.
         seed: of the partition, the adapters and the head.
@@ -59,32 +62,27 @@ def text(
     Example:
         >>> task = fadamgc.tasks.text(data="reviews.csv", columns=("review",), clients=20)  # doctest: +SKIP
     """
+    whole("clients", clients, 1)
+    whole("seed", seed, 0)
+    whole("length", length, 1)
+    for field, value in (("base", base), ("data", data), ("test", test)):
+        if not isinstance(value, (str, Path)) and not (field == "test" and value is None):
+            raise InputError(f"{field}={value!r} is not accepted; give a name or a path")
     known = str(data) in SOURCES
     if known:
+        for field, own in {"test": test, "columns": columns, "label": label, "classes": classes}.items():
+            if own is not None:
+                raise InputError(f"{field}={own!r} is for files of your own; {data} has its own {field}")
         train, held = texts.load(str(data), "train"), texts.load(str(data), "test")
-        classes = SOURCES[str(data)].classes
+        outputs = SOURCES[str(data)].classes
     else:
-        if Path(data).suffix not in (".parquet", ".csv"):
-            names = [name for name, source in SOURCES.items() if source.kind == "texts"]
-            raise InputError(
-                f"data={str(data)!r} is not known{nearest(str(data), names)}; "
-                f"give a .parquet or .csv file or one of {', '.join(names)}"
-            )
-        train = texts.read(data, columns, label)
-        held = train if test is None else texts.read(test, columns, label)
-        classes = int(max(train.y.max(), 1)) + 1
-        beyond = np.flatnonzero(held.y >= classes)
-        if len(beyond):
-            raise InputError(
-                f"test={str(test)!r}: row {beyond[0]} has {label}={held.y[beyond[0]]}; the train data have "
-                f"{classes} classes, 0 to {classes - 1}"
-            )
+        train, held, outputs = _own(data, test, columns, label, classes)
     labels = torch.from_numpy(train.y)
     dealt = iid(labels, clients, seed) if alpha is None else dirichlet(labels, clients, alpha, seed)
     tested = known or test is not None
     model, encoded = prepare(
         [train, held] if tested else [train],
-        *(classes, seed),
+        *(outputs, seed),
         base=base,
         adapters=adapters,
         tokenizer=tokenizer,
@@ -105,12 +103,52 @@ def text(
     )
 
 
+def _own(
+    data: str | Path,
+    test: str | Path | None,
+    columns: str | Sequence[str] | None,
+    label: str | None,
+    classes: int | None,
+) -> tuple[Texts, Texts, int]:
+    """Texts to train and to test on from files, and the number of classes."""
+    if Path(data).suffix.lower() not in (".parquet", ".csv"):
+        names = [name for name, source in SOURCES.items() if source.kind == "texts"]
+        raise InputError(
+            f"data={str(data)!r} is not known{nearest(str(data), names)}; "
+            f"give a .parquet or .csv file or one of {', '.join(names)}"
+        )
+    columns = "text" if columns is None else columns
+    columns = (columns,) if isinstance(columns, str) else columns
+    label = "label" if label is None else label
+    train = texts.read(data, columns, label)
+    held = train if test is None else texts.read(test, columns, label, "test")
+    if classes is None:
+        there = np.unique(train.y)
+        classes = len(there)
+        missing = np.flatnonzero(there != np.arange(classes))
+        if len(missing) or classes < 2:
+            raise InputError(
+                f"data={str(data)!r}: the labels go up to {there[-1]}, but no row has "
+                f"{label}={missing[0] if len(missing) else 1}; number the classes 0, 1, 2, ..., or give "
+                "classes= if some are not in the data"
+            )
+    whole("classes", classes, 2)
+    for field, path, y in (("data", data, train.y), ("test", test, held.y)):
+        beyond = np.flatnonzero(y >= classes)
+        if len(beyond):
+            raise InputError(
+                f"{field}={str(path)!r}: row {beyond[0]} has {label}={y[beyond[0]]}; there are {classes} "
+                f"classes, 0 to {classes - 1}: give classes= if there are more"
+            )
+    return train, held, classes
+
+
 def prepare(
     parts: Sequence[Texts],
     classes: int,
     seed: int,
     *,
-    base: str | Path = models.MINILM,
+    base: str | Path = MINILM,
     adapters: Any = None,
     tokenizer: Any = None,
     upper_layers: int | None = None,
@@ -118,9 +156,7 @@ def prepare(
     length: int = 128,
 ) -> tuple[models.TextClassifier, list[Tensor]]:
     """A model, and texts as it takes them; see ``text``. Lower layers that are not trained are in neither."""
-    if length < 2:
-        raise InputError(f"length={length} is not accepted; it must be a whole number >= 2")
-    loaded = models.load_base(
+    loaded = load_base(
         base,
         classes,
         seed,
@@ -132,6 +168,10 @@ def prepare(
     model = models.TextClassifier(loaded.net, loaded.tokenizer.pad_token_id)
     found = [models.encode(loaded.tokenizer, part, length) for part in parts]
     width = max(tokens.shape[2] for tokens in found)
+    if loaded.positions is not None and width > loaded.positions:
+        raise InputError(
+            f"length={length} is not accepted: base={str(base)!r} takes {loaded.positions} tokens at the most"
+        )
     found = [_as_wide(tokens, width) for tokens in found]
     if upper_layers is not None and upper_layers < loaded.layers and model.in_parts:
         upper = models.without_lower_layers(model, loaded, upper_layers)

@@ -11,6 +11,8 @@ import numpy.typing as npt
 
 from fadamgc.errors import InputError
 
+MOST = 1 << 31  # classes
+
 
 class Rows(NamedTuple):
     """Some rows of a file."""
@@ -33,8 +35,9 @@ def read(files: Sequence[Path], columns: Sequence[str], batch: int = 2000) -> It
             with parquet.ParquetFile(path) as file:
                 there = file.schema_arrow.names
                 for column in columns:
-                    if column not in there:
-                        raise InputError(f"{path}: there is no column {column!r}; it has {', '.join(there)}")
+                    if there.count(column) != 1:
+                        what = "no column" if column not in there else "more than one column"
+                        raise InputError(f"{path}: there is {what} {column!r}; it has {', '.join(there)}")
                 for part in file.iter_batches(batch, columns=list(columns)):
                     yield Rows(path, first, {name: part.column(name) for name in columns})
                     first += len(part)
@@ -50,8 +53,8 @@ def labels(rows: Rows, column: str, classes: int | None) -> npt.NDArray[np.int64
     values = rows.columns[column].to_pylist()
     for i, value in enumerate(values):
         whole = isinstance(value, int) and not isinstance(value, bool)
-        if not whole or value < 0 or (classes is not None and value >= classes):
-            known = "labels are whole numbers from 0"
+        if not whole or not 0 <= value < (MOST if classes is None else classes):
+            known = "labels are whole numbers from 0; number the classes 0, 1, 2, ..."
             if classes is not None:
                 known = f"there are {classes} classes, 0 to {classes - 1}"
             raise InputError(f"{rows.file}: row {rows.first + i} has {column}={value!r}; {known}")

@@ -17,7 +17,7 @@ from fadamgc.errors import InputError
 
 log = logging.getLogger("fadamgc")
 
-HEADER = re.compile(r"[A-Za-z][\w-]*: ")  # how a post begins that has its header
+HEADER = re.compile(r"[A-Za-z][\w-]*: ")  # how most posts begin that have their headers
 
 
 class Texts(NamedTuple):
@@ -54,47 +54,45 @@ def load(
     if known.kind != "texts":
         raise InputError(f"data={name!r} is a set of {known.kind}, not of texts")
     files = files_of(known, known.splits[0 if split == "train" else 1], root)
-    found = collect(
-        _checked(parquet.read(files, (*known.inputs, known.label)), known),
-        known.inputs,
-        known.label,
-        progress,
-    )
+    rows = _checked(parquet.read(files, (*known.inputs, known.label)), known)
+    found = collect(rows, known.inputs, known.label, files[0].parent, progress)
     return without_headers(found) if known.name == "20_newsgroups" else found
 
 
-def read(path: str | Path, columns: Sequence[str], label: str) -> Texts:
+def read(path: str | Path, columns: Sequence[str], label: str, field: str = "data") -> Texts:
     """Texts of one's own.
 
     Args:
         path: a .parquet or .csv file.
         columns: of the texts; one, or two for pairs.
         label: the column of labels, whole numbers from 0.
+        field: what the path is called in messages.
     """
-    path = Path(path)
+    given, path = path, Path(path).expanduser()
     if len(columns) not in (1, 2):
         raise InputError(f"columns={list(columns)} is not accepted; give one column of texts, or two")
     if not path.is_file():
-        raise InputError(f"data={str(path)!r} does not exist")
-    if path.suffix == ".parquet":
+        raise InputError(f"{field}={str(given)!r} {'is no file' if path.exists() else 'does not exist'}")
+    kind = path.suffix.lower()
+    if kind == ".parquet":
         rows = parquet.read([path], (*columns, label))
-    elif path.suffix == ".csv":
-        rows = _csv(path, (*columns, label))
+    elif kind == ".csv":
+        rows = _csv(path, columns, label)
     else:
-        raise InputError(f"data={str(path)!r} is neither a .parquet nor a .csv file")
-    return collect(rows, columns, label)
+        raise InputError(f"{field}={str(given)!r} is neither a .parquet nor a .csv file")
+    return collect(rows, columns, label, path)
 
 
 def collect(
     rows: Iterator[parquet.Rows],
     columns: Sequence[str],
     label: str,
+    place: Path,
     progress: Callable[[int], object] | None = None,
 ) -> Texts:
     """The texts of all rows; one that is empty or none is refused."""
     texts: list[list[str]] = [[] for _ in columns]
     y: list[npt.NDArray[np.int64]] = []
-    file = None
     for some in rows:
         file = some.file
         for column, found in zip(columns, texts, strict=True):
@@ -107,13 +105,16 @@ def collect(
         y.append(parquet.labels(some, label, None))
         if progress is not None:
             progress(len(texts[0]))
-    if file is None or not texts[0]:
-        raise InputError("there are no rows of texts; are the files the right ones?")
+    if not texts[0]:
+        raise InputError(f"{place}: there are no rows of texts; is it the right one?")
     return Texts(texts[0], texts[1] if len(texts) > 1 else None, np.concatenate(y))
 
 
 def without_headers(texts: Texts) -> Texts:
-    """Newsgroup posts without headers, footers and quotes; those of which nothing stays are left out."""
+    """Newsgroup posts without headers, footers and quotes; those of which nothing stays are left out.
+
+    Where most posts do not begin with a header, this has been done already, and all stay as they are.
+    """
     from sklearn.datasets._twenty_newsgroups import (
         strip_newsgroup_footer,
         strip_newsgroup_header,
@@ -121,11 +122,10 @@ def without_headers(texts: Texts) -> Texts:
     )
 
     def bare(post: str) -> str:
-        if HEADER.match(post) is None:  # it has been done already
-            return post
         return str(strip_newsgroup_footer(strip_newsgroup_quoting(strip_newsgroup_header(post))))
 
-    posts = [bare(post).strip() for post in texts.first]
+    whole = 2 * sum(HEADER.match(post) is not None for post in texts.first) > len(texts.first)
+    posts = [(bare(post) if whole else post).strip() for post in texts.first]
     kept = [i for i, post in enumerate(posts) if post]
     if len(kept) < len(posts):
         log.info(
@@ -146,20 +146,28 @@ def _checked(rows: Iterator[parquet.Rows], known: Source) -> Iterator[parquet.Ro
         yield some
 
 
-def _csv(path: Path, columns: Sequence[str]) -> Iterator[parquet.Rows]:
+def _csv(path: Path, columns: Sequence[str], label: str) -> Iterator[parquet.Rows]:
     try:
         import pyarrow as pa
         from pyarrow import csv
     except ImportError:
         raise InputError("reading texts needs pyarrow; pip install 'fadamgc[data]'") from None
     try:
-        options = csv.ConvertOptions(strings_can_be_null=False)
         table: Any = csv.read_csv(
-            path, parse_options=csv.ParseOptions(newlines_in_values=True), convert_options=options
+            path,
+            read_options=csv.ReadOptions(block_size=min(max(path.stat().st_size, 1 << 20), (1 << 31) - 1)),
+            parse_options=csv.ParseOptions(newlines_in_values=True),
+            convert_options=csv.ConvertOptions(  # a text may look like a number or a date
+                strings_can_be_null=False, column_types=dict.fromkeys(columns, pa.string())
+            ),
         )
-    except (pa.ArrowException, OSError) as error:
-        raise InputError(f"{path} cannot be read as CSV: {str(error).strip().splitlines()[0]}") from None
-    for column in columns:
-        if column not in table.column_names:
-            raise InputError(f"{path}: there is no column {column!r}; it has {', '.join(table.column_names)}")
-    yield parquet.Rows(path, 0, {name: table.column(name) for name in columns})
+        names = table.column_names
+    except (pa.ArrowException, UnicodeDecodeError, OSError) as error:
+        said = str(error).strip().splitlines()[0]
+        more = "; save it as UTF-8" if "utf" in said.lower() else ""
+        raise InputError(f"{path} cannot be read as CSV: {said}{more}") from None
+    for column in (*columns, label):
+        if names.count(column) != 1:
+            what = "no column" if column not in names else "more than one column"
+            raise InputError(f"{path}: there is {what} {column!r}; it has {', '.join(names)}")
+    yield parquet.Rows(path, 0, {name: table.column(name) for name in (*columns, label)})

@@ -167,7 +167,7 @@ def _tensors(pictures: images.Pictures, rows: Rows, shrink: int) -> Pair:
 
 
 def _texts(spec: TextTask, seed: int, validation: float) -> Task:
-    from fadamgc.models.text import lora
+    from fadamgc.models.pretrained import lora
     from fadamgc.tasks import prepare
 
     every = texts.load(spec.data, "train")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fadamgc.console import DataRoot, say, terminal, use_data
-from fadamgc.errors import FadamgcError, InputError
+from fadamgc.errors import FadamgcError, InputError, whole
 from fadamgc.experiments.views import show
 
 if TYPE_CHECKING:
@@ -249,8 +249,8 @@ def _adjusted(
     spec: Spec, seed: int | None, seeds: int | None, rounds: int | None, methods: str | None
 ) -> Spec:
     """The spec with what the command line says."""
-    if seeds is not None and seeds < 1:
-        raise InputError(f"seeds={seeds} is not accepted; it must be a whole number >= 1")
+    if seeds is not None:
+        whole("seeds", seeds, 1)
     first = spec.run.seeds[0] if seed is None else seed
     count = len(spec.run.seeds) if seeds is None else seeds
     all_seeds = spec.run.seeds if seed is None and seeds is None else tuple(range(first, first + count))

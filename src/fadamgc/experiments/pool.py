@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fadamgc.algorithm import AnyAlgorithm
-from fadamgc.errors import CheckpointError, FadamgcError, InputError, NonFiniteError
+from fadamgc.errors import CheckpointError, FadamgcError, NonFiniteError, whole
 from fadamgc.experiments.build import build_task
 from fadamgc.experiments.spec import CostSpec, MethodSpec, PicturesTask, RunSpec, Spec, TaskSpec, TextTask
 from fadamgc.files import as_json, has_bundle
@@ -201,12 +201,12 @@ def execute(jobs: Sequence[Job], on_round: Callable[[int], bool]) -> list[Outcom
             outcomes[i] = Outcome(run.round, None, str(run))
             return
         if isinstance(job.task, TextTask) and not job.validation:
-            from fadamgc.models.text import TextClassifier, save_adapter
+            from fadamgc.models.text import TextClassifier
 
             model = run.model
             assert isinstance(model, TextClassifier)
             job.folder.mkdir(parents=True, exist_ok=True)
-            save_adapter(model, job.folder / ADAPTER)  # before the record, which says that all is there
+            model.save_adapter(job.folder / ADAPTER)  # before the record, which says that all is there
         job.labelled(run).save(job.folder, states=False)
         shutil.rmtree(job.folder / CHECKPOINT, ignore_errors=True)
         outcomes[i] = Outcome(len(run.history), run.history[-1].test_metric)
@@ -282,8 +282,8 @@ def run_jobs(jobs: Sequence[Job], workers: int | None, progress: Progress, finis
 
 def check_workers(workers: int | None) -> None:
     """Refuse a number of workers that is none."""
-    if workers is not None and workers < 1:
-        raise InputError(f"workers={workers} is not accepted; it must be a whole number >= 1")
+    if workers is not None:
+        whole("workers", workers, 1)
 
 
 @contextmanager

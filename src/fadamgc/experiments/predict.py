@@ -12,6 +12,7 @@ from fadamgc.data.sources import data_root, source
 from fadamgc.data.texts import Texts
 from fadamgc.errors import InputError, nearest
 from fadamgc.experiments.pool import ADAPTER
+from fadamgc.experiments.reading import task_spec
 from fadamgc.experiments.runner import RUNS
 from fadamgc.experiments.spec import TextTask
 from fadamgc.sim.run import load_run
@@ -39,12 +40,15 @@ def predict(folder: str | Path, first: str, second: str | None = None) -> dict[s
     for text in (first, second):
         if text is not None and not text.strip():
             raise InputError("the text is empty")
-    from fadamgc.models.text import encode, load_adapter
+    from fadamgc.models.pretrained import load_adapter
+    from fadamgc.models.text import TextClassifier, encode
 
-    model, tokenizer = load_adapter(task.model, known.classes, folder / ADAPTER)
+    base = load_adapter(task.model, known.classes, folder / ADAPTER)
+    model = TextClassifier(base.net, base.tokenizer.pad_token_id).eval()
+    length = task.length if base.positions is None else min(task.length, base.positions)
     one = Texts([first], None if second is None else [second], np.zeros(1, dtype=np.int64))
     with torch.no_grad():
-        shares = torch.softmax(model(encode(tokenizer, one, task.length))[0], dim=0).tolist()
+        shares = torch.softmax(model(encode(base.tokenizer, one, length))[0], dim=0).tolist()
     names = labels_of(task.data)
     return dict(sorted(zip(names, shares, strict=True), key=lambda pair: -pair[1]))
 
@@ -68,5 +72,8 @@ def _task(folder: Path) -> TextTask:
         beside = [str(path.parent) for path in folder.parent.glob(f"*/{ADAPTER}")]
         hint = f"; it has {', '.join(inside)}" if inside else nearest(str(folder), beside)
         raise InputError(f"run={str(folder)!r} is no run on texts: {what}{hint}")
-    job = load_run(folder).settings.get("job", {})
-    return TextTask(**job["task"])
+    facts = load_run(folder).settings.get("job", {}).get("task", {})
+    task = task_spec(**facts)
+    if not isinstance(task, TextTask):
+        raise InputError(f"run={str(folder)!r} is no run on texts: its data are {task.data!r}")
+    return task

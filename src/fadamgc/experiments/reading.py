@@ -122,8 +122,10 @@ def _task(table: dict[str, Any]) -> TaskSpec:
     if "data" not in table:
         raise InputError(f"[task] needs the key 'data', one of {', '.join(map(repr, RUNNABLE))}")
     data = table["data"]
-    if data not in TASKS:
+    if not isinstance(data, str) or data not in TASKS:
         hint = nearest(str(data), RUNNABLE)
+        if str(data).lower().endswith((".csv", ".parquet")):
+            hint = "; for texts of your own, use fadamgc.tasks.text in Python"
         raise InputError(
             f"[task] data={data!r} is not accepted; it must be one of {', '.join(map(repr, RUNNABLE))}{hint}"
         )

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fadamgc.errors import FadamgcError, InputError
+from fadamgc.errors import FadamgcError, InputError, whole
 from fadamgc.files import write_atomic
 
 FILE = "federation.json"
@@ -91,8 +91,7 @@ class Federation:
 
     def up(self, nodes: int, secure: bool = False, wait: float = 90.0) -> State:
         """Start a SuperLink and nodes; they are there when this returns."""
-        if nodes < 1:
-            raise InputError(f"nodes={nodes} is not accepted; it must be a whole number >= 1")
+        whole("nodes", nodes, 1)
         if self.read().alive:
             raise InputError(
                 f"a federation is running in {self.folder}; stop it with `fadamgc federation down`"

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from fadamgc.errors import FadamgcError, InputError, NonFiniteError, nearest
+from fadamgc.errors import FadamgcError, InputError, NonFiniteError, nearest, whole
 from fadamgc.sim.engine import Engine, Hooks, Makers, prepare, simulate, stops
 from fadamgc.sim.executors import Executor, ExecutorChoice, Plan, VectorizedExecutor, make_executor
 from fadamgc.sim.problem import Problem
@@ -59,8 +59,7 @@ def simulate_many(
         >>> [len(run.history) for run in fadamgc.simulate_many(grid, task=task, rounds=3, sampled=2)]
         [3, 3, 3, 3]
     """
-    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
-        raise InputError(f"workers={workers!r} is not accepted; it must be a whole number >= 1")
+    whole("workers", workers, 1)
     if errors not in ("raise", "return"):
         raise InputError(f"errors={errors!r} is not accepted; it must be 'raise' or 'return'")
     every = [_arguments(i, own, common) for i, own in enumerate(runs)]

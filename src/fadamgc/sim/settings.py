@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from fadamgc.algorithm import AnyAlgorithm
-from fadamgc.errors import InputError
+from fadamgc.errors import InputError, whole
 from fadamgc.sim.sampling import Draw, draw, steps_of
 
 
@@ -41,7 +41,7 @@ class Settings:
         for name in ("rounds", "seed", "eval_every", "checkpoint_every", *optional):
             value = getattr(self, name)
             if value is not None or name not in optional:
-                object.__setattr__(self, name, _whole(name, value, least.get(name, 1)))
+                object.__setattr__(self, name, whole(name, value, least.get(name, 1)))
         if self.local_steps is None and self.local_epochs is None:
             raise InputError("local_steps=None and local_epochs=None; give one of them")
         if self.local_steps is not None and self.local_epochs is not None:
@@ -167,9 +167,3 @@ class Settings:
             "eval_every": self.eval_every,
             "on_nonfinite": self.on_nonfinite,
         }
-
-
-def _whole(name: str, value: object, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
-        raise InputError(f"{name}={value!r} is not accepted; it must be a whole number >= {least}")
-    return int(value)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fadamgc.errors import CheckpointError, InputError
+from fadamgc.machine import memory
 
 FILE = "states.bin"
 PAGE = mmap.ALLOCATIONGRANULARITY
@@ -206,8 +207,5 @@ def _close(file: int, folder: Path | None) -> None:
 
 def too_large(initial: Any, clients: int) -> bool:
     """Whether the states of so many clients would take more than half of the memory."""
-    try:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
-        return False
-    return clients * _size(initial) > memory / 2
+    there = memory()
+    return there is not None and clients * _size(initial) > there / 2

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fadamgc.algorithm import AnyAlgorithm
-from fadamgc.errors import InputError
+from fadamgc.errors import InputError, whole
 from fadamgc.sim.cores import single_threads
 from fadamgc.sim.executors.base import Job, Plan, Result
 from fadamgc.sim.executors.loop import failure
@@ -52,8 +52,8 @@ class ThreadsExecutor:
         workers: int | None = None,
         compile: bool | None = None,
     ) -> None:
-        if workers is not None and workers < 1:
-            raise InputError(f"workers={workers} is not accepted; it must be a whole number >= 1")
+        if workers is not None:
+            whole("workers", workers, 1)
         if problem.device.type != "cpu":
             raise InputError(f"executor='threads' runs on the CPU, not on device={str(problem.device)!r}")
         self.problem = problem

@@ -1,0 +1,416 @@
+"""Base models and files that are not what they should be: nothing is trained on noise without a word."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import fadamgc
+import sets
+import tiny
+from fadamgc import machine
+from fadamgc.cli import app
+from fadamgc.data import texts
+from fadamgc.errors import InputError
+from fadamgc.experiments.predict import predict
+from fadamgc.experiments.reading import parse_spec
+from fadamgc.experiments.runner import run_spec
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+peft = pytest.importorskip("peft", reason="peft is not installed")
+
+from safetensors.torch import load_file, save_file  # noqa: E402
+
+from fadamgc.models.pretrained import load_adapter, load_base, lora  # noqa: E402
+from fadamgc.models.text import TextClassifier, encode  # noqa: E402
+
+TEXTS = "text,label\ngood film,0\nbad film,1\na lovely plot,0\nawful,1\n"
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bases")
+    return {name: make(folder / name) for name, make in tiny.KINDS.items()}
+
+
+@pytest.fixture
+def own(tmp_path):
+    path = tmp_path / "own.csv"
+    path.write_text(TEXTS)
+    return path
+
+
+@pytest.fixture
+def copied(bases, tmp_path):
+    """A copy of a base model whose files can be spoilt."""
+    return lambda kind: shutil.copytree(bases[kind], tmp_path / f"copied-{kind}")
+
+
+def task(base, data, **options):
+    return fadamgc.tasks.text(base, data, **{"clients": 1, "alpha": None, "length": 16} | options)
+
+
+def refused(said, base, data, **options):
+    with pytest.raises(InputError) as error:
+        task(base, data, **options)
+    assert said in str(error.value)
+
+
+def change_config(folder, **values):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def change_weights(folder, change):
+    weights = change(load_file(folder / "model.safetensors"))
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+# Base models.
+
+
+def test_weights_that_do_not_fit_are_refused(copied, own):
+    folder = copied("bert")
+    change_weights(folder, lambda weights: {f"foo.{name}": value for name, value in weights.items()})
+    refused("are config.json and the weights of the same model?", folder, own)
+
+
+def test_a_config_of_another_width_is_refused(copied, own):
+    folder = copied("bert")
+    change_config(folder, hidden_size=32)
+    refused("there are no weights that fit for 5", folder, own)
+
+
+@pytest.mark.parametrize("spoilt", ["model.safetensors", "tokenizer.json", "config.json"])
+def test_damaged_files_are_refused(copied, own, spoilt):
+    folder = copied("bert")
+    (folder / spoilt).write_bytes((folder / spoilt).read_bytes()[:50])
+    refused(f"base={str(folder)!r} cannot be used as a text classifier", folder, own)
+
+
+@pytest.mark.parametrize("kind", tiny.KINDS)
+def test_a_folder_without_tokenizer_is_refused(copied, own, kind):
+    folder = copied(kind)
+    for path in folder.iterdir():
+        if path.name not in ("config.json", "model.safetensors"):
+            path.unlink()
+    refused("has no tokenizer's files", folder, own)
+
+
+def test_a_tokenizer_of_another_model_is_refused(bases, own):
+    gpt2 = load_base(bases["gpt2"], 2, seed=0).tokenizer
+    refused("the tokenizer has 50257 tokens and base=", bases["bert"], own, tokenizer=gpt2)
+    refused(
+        "tokenizer='bert' is not accepted; give one of transformers'", bases["bert"], own, tokenizer="bert"
+    )
+
+
+def test_a_tokenizer_is_left_as_it_was(bases, own):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(bases["gpt2"])
+    assert tokenizer.pad_token is None
+    task(bases["gpt2"], own, tokenizer=tokenizer)
+    assert tokenizer.pad_token is None
+
+
+def test_a_folder_that_is_not_there_is_no_name_on_the_hub(own, tmp_path):
+    refused("there is no such folder", tmp_path / "nothing", own)
+    refused("there is no such folder", "./nothing", own)
+
+
+def test_a_pooling_layer_that_is_not_there_is_trained_and_saved(copied, own, tmp_path):
+    folder = copied("bert")
+    change_weights(folder, lambda w: {name: value for name, value in w.items() if "pooler" not in name})
+    made = task(folder, own)
+    run = fadamgc.simulate(
+        fadamgc.FAdamGC(eta_l=0.1), made, rounds=2, local_steps=2, batch_size=2, progress=False
+    )
+    run.model.save_adapter(tmp_path / "adapter")
+    trained = {name for name, p in run.model.named_parameters() if p.requires_grad}
+    assert any("pooler" in name for name in trained)
+    tokens = made.clients[0][0]
+    with torch.no_grad():
+        expected = run.model.eval()(tokens)
+        for _ in range(2):
+            base = load_adapter(folder, 2, tmp_path / "adapter")
+            torch.testing.assert_close(TextClassifier(base.net, 0).eval()(tokens), expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "model", "config"),
+    [
+        ("distilbert", "DistilBertModel", {"dim": 16, "hidden_dim": 32, "n_layers": 2, "n_heads": 2}),
+        (
+            "albert",
+            "AlbertModel",
+            {"embedding_size": 8, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32},
+        ),
+        ("gpt2", "GPT2Model", {"n_embd": 16, "n_layer": 2, "n_head": 2, "resid_pdrop": 0}),
+    ],
+)
+def test_dropout_reaches_every_part(bases, tmp_path, kind, model, config):
+    import transformers
+
+    cls = getattr(transformers, model)
+    words = {"vocab_size": 50257 if kind == "gpt2" else 30522}
+    cls(cls.config_class(**words, **config)).save_pretrained(tmp_path / kind)
+    tokenizer = load_base(bases["gpt2" if kind == "gpt2" else "bert"], 2, seed=0).tokenizer
+    adapters = lora(2, "all-linear") if kind == "albert" else None
+    base = load_base(tmp_path / kind, 2, seed=0, tokenizer=tokenizer, adapters=adapters, dropout=0.25)
+    found = {name: m.p for name, m in base.net.named_modules() if isinstance(m, torch.nn.Dropout)}
+    assert found
+    assert set(found.values()) == {0.25}, found
+
+
+@pytest.mark.parametrize("dropout", [2.0, -0.1, "0.1", True])
+def test_a_dropout_that_is_none_is_refused(bases, own, dropout):
+    refused(
+        f"dropout={dropout!r} is not accepted; it must be a number >= 0 and < 1",
+        bases["bert"],
+        own,
+        dropout=dropout,
+    )
+
+
+# Adapters.
+
+
+def test_the_head_is_trained_and_saved_whatever_the_adapters_say_of_it(bases, own, tmp_path):
+    made = task(bases["bert"], own, adapters=peft.LoraConfig(r=4, target_modules=["query"]))
+    run = fadamgc.simulate(
+        fadamgc.FAdamGC(eta_l=0.1), made, rounds=2, local_steps=2, batch_size=2, progress=False
+    )
+    run.model.save_adapter(tmp_path / "adapter")
+    base = load_adapter(bases["bert"], 2, tmp_path / "adapter")
+    tokens = made.clients[0][0]
+    with torch.no_grad():
+        torch.testing.assert_close(TextClassifier(base.net, 0).eval()(tokens), run.model.eval()(tokens))
+
+
+@pytest.mark.parametrize(
+    ("adapters", "said"),
+    [
+        ({"task_type": "CAUSAL_LM", "target_modules": ["query"]}, "task_type='CAUSAL_LM' is not accepted"),
+        ({"target_modules": ["query", "valeu"]}, "target_modules: 'valeu' matches nothing"),
+        ({"target_modules": ["classifier"]}, "it has dense, key, query, value"),
+        ({"target_modules": ".*nothing"}, "match nothing that LoRA can adapt"),
+    ],
+)
+def test_adapters_that_cannot_be_are_refused(bases, own, adapters, said):
+    refused(said, bases["bert"], own, adapters=peft.LoraConfig(**adapters))
+
+
+def test_adapters_are_a_lora_config(bases, own):
+    refused("it must be a peft.LoraConfig", bases["bert"], own, adapters={"r": 4})
+    prefix = peft.PrefixTuningConfig(task_type="SEQ_CLS", num_virtual_tokens=2)
+    refused("it must be a peft.LoraConfig", bases["bert"], own, adapters=prefix)
+
+
+def test_patterns_do_not_know_layers(bases, own):
+    adapters = lora(4, "all-linear")
+    refused(
+        "does not go with target_modules='all-linear'", bases["bert"], own, adapters=adapters, upper_layers=1
+    )
+
+
+# Lengths.
+
+
+@pytest.mark.parametrize("kind", tiny.KINDS)
+@pytest.mark.parametrize("upper_layers", [None, 1])
+def test_more_tokens_than_a_model_takes_are_refused(bases, tmp_path, kind, upper_layers):
+    path = tmp_path / "long.csv"
+    path.write_text(TEXTS + f"{'film ' * 100},1\n")
+    said = f"length=80 is not accepted: base={bases[kind]!r} takes 64 tokens at the most"
+    refused(said, bases[kind], path, length=80, upper_layers=upper_layers)
+    assert task(bases[kind], path, length=64, upper_layers=upper_layers).clients
+
+
+def test_roberta_takes_fewer_tokens_than_it_has_positions(bases, tmp_path):
+    from transformers import RobertaConfig, RobertaModel
+
+    config = RobertaConfig(
+        **{"vocab_size": 30522, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
+        **{"intermediate_size": 32, "max_position_embeddings": 20, "pad_token_id": 1},
+    )
+    RobertaModel(config, add_pooling_layer=False).save_pretrained(tmp_path / "roberta")
+    tokenizer = load_base(bases["bert"], 2, seed=0).tokenizer  # its padding is token 0
+    path = tmp_path / "long.csv"
+    path.write_text(TEXTS + f"{'film ' * 100},1\n")
+    refused("takes 19 tokens at the most", tmp_path / "roberta", path, tokenizer=tokenizer, length=20)
+    made = task(tmp_path / "roberta", path, tokenizer=tokenizer, length=19)
+    fadamgc.simulate(fadamgc.FAdamGC(), made, rounds=1, local_epochs=1, batch_size=5, progress=False)
+
+
+def test_every_text_of_a_pair_has_room(bases, tmp_path):
+    path = tiny.csv(tmp_path / "pairs.csv")
+    columns = ("text", "other")
+    refused(
+        "length=4 is not accepted; it must be a whole number >= 5",
+        bases["bert"],
+        path,
+        columns=columns,
+        length=4,
+    )
+    refused("length=2 is not accepted; it must be a whole number >= 3", bases["bert"], path, length=2)
+    assert task(bases["bert"], path, columns=columns, length=5).clients[0][0].shape[2] == 5
+
+
+def test_the_texts_of_a_pair_are_apart_for_a_decoder(bases):
+    tokenizer = load_base(bases["gpt2"], 2, seed=0).tokenizer
+    pair = texts.Texts(["good film"], ["bad film"], np.zeros(1, dtype=np.int64))
+    assert tokenizer.decode(encode(tokenizer, pair, 16)[0, 0]) == "good film\nbad film"
+
+
+def test_lower_layers_that_do_not_fit_into_memory_are_refused(bases, own, monkeypatch):
+    monkeypatch.setattr("fadamgc.models.text.memory", lambda: 1000)
+    refused(
+        "upper_layers=1: what comes out of the layers below, for 4 texts", bases["bert"], own, upper_layers=1
+    )
+    assert machine.memory() > 1000
+
+
+# Files of texts.
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "said"),
+    [
+        (b"text,label\ngood,0\nbad,2\n", {}, "the labels go up to 2, but no row has label=1"),
+        (b"text,label\ngood,1\nbad,2\n", {}, "the labels go up to 2, but no row has label=0"),
+        (b"text,label\ngood,0\nbad,0\n", {}, "the labels go up to 0, but no row has label=1"),
+        (b"text,label\ngood,0\nbad,100000000000\n", {}, "row 1 has label=100000000000; labels are whole"),
+        (b"text,label\ngood,0\nbad,2\n", {"classes": 2}, "row 1 has label=2; there are 2 classes"),
+        (b"text,label\ngood,0\nbad,1\n", {"classes": 1}, "classes=1 is not accepted"),
+        (b"text,label\ngood,0\nna\xefve,1\n", {}, "invalid UTF8 data; save it as UTF-8"),
+        (b"t\xe9xt,label\ngood,0\n", {}, "save it as UTF-8"),
+        (b"text,text,label\ngood,bad,0\n", {}, "there is more than one column 'text'"),
+        (b"text,label\n", {}, "own.csv: there are no rows of texts"),
+        (TEXTS.encode(), {"columns": "review"}, "there is no column 'review'; it has text, label"),
+        (TEXTS.encode(), {"columns": ("text",) * 3}, "give one column of texts, or two"),
+        (TEXTS.encode(), {"test": "nothing.csv"}, "test='nothing.csv' does not exist"),
+        (TEXTS.encode(), {"test": "/"}, "test='/' is no file"),
+        (TEXTS.encode(), {"length": 2.5}, "length=2.5 is not accepted"),
+        (TEXTS.encode(), {"length": None}, "length=None is not accepted"),
+        (TEXTS.encode(), {"upper_layers": 1.5}, "upper_layers=1.5 is not accepted"),
+        (TEXTS.encode(), {"seed": -1}, "seed=-1 is not accepted"),
+        (TEXTS.encode(), {"clients": 0}, "clients=0 is not accepted"),
+    ],
+)
+def test_bad_files_are_refused(bases, tmp_path, content, options, said):
+    path = tmp_path / "own.csv"
+    path.write_bytes(content)
+    refused(said, bases["bert"], path, **options)
+
+
+def test_numbers_are_no_texts(bases, tmp_path):
+    sets.write_rows(tmp_path / "own.parquet", text=[3, 4], label=[0, 1])
+    refused("row 0 has text=3, which is no text", bases["bert"], tmp_path / "own.parquet")
+
+
+def test_texts_may_look_like_anything(bases, tmp_path):
+    path = tmp_path / "OWN.CSV"
+    path.write_text("text,label\n3,0\n2020-01-01,1\ntrue,0\nNA,2\n" + f'"{"long " * 500_000}",1\n')
+    found = texts.read(path, ("text",), "label")
+    assert found.first[:4] == ["3", "2020-01-01", "true", "NA"]
+    assert found.y.tolist() == [0, 1, 0, 2, 1]
+
+
+def test_classes_that_are_not_in_the_train_data(bases, own):
+    model = task(bases["bert"], own, classes=5).model
+    assert model.classifier.classifier.modules_to_save["default"].out_features == 5
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("test", "x.csv"), ("columns", "text"), ("label", "y"), ("classes", 3)]
+)
+def test_known_data_have_their_own(bases, field, value):
+    refused(
+        f"{field}={value!r} is for files of your own; glue/sst2 has its own",
+        bases["bert"],
+        "glue/sst2",
+        **{field: value},
+    )
+
+
+@pytest.mark.parametrize("field", ["base", "data"])
+def test_a_path_is_a_path(bases, own, field):
+    refused(f"{field}=3 is not accepted", *(3, own) if field == "base" else (bases["bert"], 3))
+
+
+# What a run leaves.
+
+SPEC = """
+name = "texts"
+
+[task]
+data = "glue/sst2"
+model = "{base}"
+clients = 3
+length = 16
+rank = 4
+targets = {targets}
+
+[run]
+rounds = 1
+batch_size = 8
+local_epochs = 1
+target = 0.9
+seeds = [0]
+
+[[method]]
+algorithm = "fadamgc"
+eta_l = 0.05
+"""
+
+
+@pytest.fixture
+def left(bases, tmp_path, monkeypatch):
+    """A run on texts, on a base model of its own."""
+    monkeypatch.setenv("FADAMGC_DATA", str(tmp_path / "data"))
+    sets.texts(tmp_path / "data", "glue/sst2")
+    base = shutil.copytree(bases["bert"], tmp_path / "base")
+    spec = parse_spec(SPEC.format(base=base, targets='["query"]'), "here")
+    run_spec(spec, tmp_path / "out", workers=1, quiet=True)
+    (folder,) = (tmp_path / "out" / "runs").iterdir()
+    return folder
+
+
+def test_a_run_with_targets_of_its_own_predicts(left):
+    assert sum(predict(left, "a lovely film").values()) == pytest.approx(1)
+    assert sum(predict(left, "a lovely film " * 100).values()) == pytest.approx(1)
+
+
+def test_a_run_that_was_spoilt_says_so(left, tmp_path):
+    weights = left / "adapter" / "adapter_model.safetensors"
+    kept = weights.read_bytes()
+    base = tmp_path / "base"
+
+    def says(what):
+        shown = CliRunner().invoke(app, ["predict", str(left), "a film"])
+        assert shown.exit_code == 2, shown.output
+        assert what in " ".join(shown.output.split()), shown.output
+
+    weights.write_bytes(kept[:100])
+    says("or is damaged")
+    weights.unlink()
+    says("has no adapter_model.safetensors")
+    weights.write_bytes(kept)
+    shutil.rmtree(base)
+    says("there is no such folder")
+    base.mkdir()
+    says("cannot be used as a text classifier")
+    shutil.rmtree(base)
+    wide = tiny.bert(base)
+    assert predict(left, "a film")
+    config = json.loads((base / "config.json").read_text())
+    from transformers import BertConfig, BertModel
+
+    BertModel(BertConfig(**config | {"hidden_size": 32})).save_pretrained(wide)
+    says("does not fit base=")
