@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+from random import Random
+from statistics import fmean
 
 import pytest
 from typer.testing import CliRunner
@@ -13,9 +15,10 @@ from fadamgc.errors import InputError
 from fadamgc.experiments.pool import Job
 from fadamgc.experiments.results import read_results
 from fadamgc.experiments.runner import plan, run_spec, write_spec
+from fadamgc.experiments.spec import TuneSpec
 from fadamgc.experiments.study import SCALES, load_study, parse_study, studies
 from fadamgc.experiments.summary import Entry, figure, latex, markdown, table
-from fadamgc.experiments.tune import rungs, tune
+from fadamgc.experiments.tune import Point, _raced, tune
 
 SEVEN = ["FedAvg-M", "SCAFFOLD-M", "FedAdam", "FedAMS", "LocalAdam", "FA-NT", "FAdamGC"]
 SMALL = """
@@ -287,7 +290,6 @@ def test_halving_tries_a_few_points_for_long_and_many_for_a_short_time(tmp_path)
         "search": "halving",
     }
     spec = spec.replace("tune", **grid)
-    assert rungs(spec.tune) == [6, 18]
     found = tune(spec, tmp_path, workers=1, quiet=True)
     frame = found.to_pandas()
     for label in ("LocalAdam", "FAdamGC"):
@@ -297,6 +299,73 @@ def test_halving_tries_a_few_points_for_long_and_many_for_a_short_time(tmp_path)
         assert own[own["chosen"]]["rounds_tried"].tolist() == [18]
     again = tune(spec, tmp_path, workers=1, quiet=True, resume=True)
     assert again.spec == found.spec
+
+
+def outcomes(random, grid, target):
+    """What comes of every point with every seed: rounds to the target or None, and the metric at the end."""
+    reach, made = random.random(), {}
+    for eta_l in grid.eta_l:
+        for seed in grid.seeds:
+            rounds = random.choice((5, 10, 15, 20, 25)) if random.random() < reach else None
+            made[eta_l, seed] = None if random.random() < 0.1 else (rounds, round(random.random(), 1))
+    return made
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_race_chooses_what_the_full_grid_does(count):
+    random = Random(count)
+    grid = TuneSpec(eta_l=tuple(range(1, 9)), eta_g=(1.0,), seeds=tuple(range(count)), rounds=25)
+    spared = 0
+    for _ in range(300):
+        made = outcomes(random, grid, 0.5)
+        tried = {}
+
+        def run(rounds, wanted, seeds, made=made, tried=tried):
+            for eta_l, _ in wanted["A"]:
+                for seed in seeds:
+                    assert (eta_l, seed) not in tried
+                    tried[eta_l, seed] = made[eta_l, seed]
+            found = []
+            for eta_l in grid.eta_l:
+                own = [made for (e, _), made in tried.items() if e == eta_l]
+                ended = [one for one in own if one is not None]
+                reached = [rounds for rounds, _ in ended if rounds is not None]
+                found.append(
+                    Point(
+                        *("A", eta_l, 1.0, len(reached), fmean(reached) if reached else None),
+                        final=fmean(final for _, final in ended) if ended else None,
+                        diverged=len(own) - len(ended),
+                        goal="max",
+                        tried=rounds,
+                        seeds=len(own),
+                    )
+                )
+            return found
+
+        raced = min(_raced(grid, {"A": [(e, 1.0) for e in grid.eta_l]}, run, least=5), key=Point.rank)
+        spared += len(made) - len(tried)
+        tried.clear()
+        full = min(run(25, {"A": [(e, 1.0) for e in grid.eta_l]}, grid.seeds), key=Point.rank)
+        assert raced == full
+    assert (spared > 0) == (count > 1)
+
+
+def test_a_race_makes_fewer_runs(tmp_path):
+    spec = parse_study(SMALL, "here", "laptop").cells[1].spec.replace("run", target=15.0)
+    grid = {"eta_l": (1e-9, 1e-8, 1e-7, 1e-2, 0.1), "eta_g": (1.0,), "seeds": (100, 101, 102), "rounds": 18}
+    full = tune(spec.replace("tune", **grid), tmp_path / "full", workers=1, quiet=True)
+    raced = tune(spec.replace("tune", **grid, search="race"), tmp_path / "race", workers=1, quiet=True)
+    assert raced.spec.methods == full.spec.methods
+    runs = {way: len(list((tmp_path / way).glob("tuning/*/*/run.json"))) for way in ("full", "race")}
+    assert runs["full"] == 2 * 5 * 3
+    assert 2 * 5 < runs["race"] < runs["full"]
+    frame = raced.to_pandas()
+    assert frame["seeds_tried"].sum() == runs["race"]
+    assert set(frame[frame["chosen"]]["seeds_tried"]) == {3}
+    again = tune(
+        spec.replace("tune", **grid, search="race"), tmp_path / "full", workers=1, quiet=True, resume=True
+    )
+    assert again.to_pandas().equals(frame)  # though there are more runs in that folder
 
 
 def test_the_tune_command_writes_the_grid_and_the_tuned_spec(tmp_path):

@@ -323,7 +323,7 @@ class TuneSpec(Section):
     seeds: Seeds = (100, 101)
     rounds: Count
     validation: Annotated[float, Field(ge=0.01, le=0.99)] = 0.25  # share of the TRAIN data
-    search: Literal["full", "halving"] = "full"  # all of the grid, or only what does well at first
+    search: Literal["full", "race", "halving"] = "full"  # see ``tune``
 
 
 class MethodSpec(Section):

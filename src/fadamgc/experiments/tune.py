@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from statistics import fmean
+from typing import TypeAlias
 
 import pandas as pd
 
@@ -17,6 +18,13 @@ from fadamgc.experiments.runner import TUNING, carry_out, check
 from fadamgc.experiments.spec import MethodSpec, Spec, TuneSpec
 from fadamgc.files import write_atomic
 from fadamgc.sim.run import Run
+
+AT_ONCE = 2  # points of each method that are tried with more seeds before the next look
+
+Key: TypeAlias = tuple[str, float, float, int]  # label, eta_l, eta_g, rounds
+Runs: TypeAlias = dict[Key, list[Run | None]]
+Wanted: TypeAlias = Mapping[str, Sequence[tuple[float, float]]]  # by label: eta_l and eta_g
+Tries: TypeAlias = Callable[[int, Wanted, Sequence[int]], "list[Point]"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +40,7 @@ class Point:
     diverged: int  # seeds that did not finish
     goal: str  # whether a high metric is good, "max", or a low one, "min"
     tried: int = 0  # for so many rounds
+    seeds: int = 1  # with so many seeds
 
     def rank(self) -> tuple[float, ...]:
         """Smaller is better: tried longest, most seeds at the target, fewest rounds, fewest diverged, best
@@ -39,6 +48,13 @@ class Point:
         final = math.inf if self.final is None else self.final * (-1 if self.goal == "max" else 1)
         rounds = math.inf if self.rounds is None else self.rounds
         return (-self.tried, -self.reached, rounds, self.diverged, final, self.eta_l, self.eta_g)
+
+    def at_best(self, seeds: int, least: int) -> tuple[float, ...]:
+        """The rank that it cannot surpass with so many seeds, if none reaches the target in less rounds."""
+        more = seeds - self.seeds
+        reached = self.reached + more
+        total = self.reached * (self.rounds or 0.0) + more * least
+        return (-self.tried, -reached, total / reached if reached else math.inf, self.diverged, -math.inf)
 
 
 @dataclass(frozen=True)
@@ -60,6 +76,7 @@ class Tuned:
                 "eta_l": p.eta_l,
                 "eta_g": p.eta_g,
                 "rounds_tried": p.tried,
+                "seeds_tried": p.seeds,
                 "seeds_reached": p.reached,
                 "rounds_to_target": p.rounds,
                 "final_metric": p.final,
@@ -79,39 +96,71 @@ def tune(
     A grid run is evaluated on held-out train data and ends at the target. A run whose updates were
     not finite counts as one that never reached it.
 
-    The search is "full", or "halving": all points for a third of the rounds, and the best third of them for
-    all. Each method has the same grid and the same chances.
+    The search is "full"; or "race", which chooses the same without the runs that can no longer change the
+    choice; or "halving": all points for a third of the rounds, and the best third of them for all. Each
+    method has the same grid and the same chances.
     """
     out = Path(out)
     grid = grid_of(spec)
     check(tune_jobs(spec, grid, out), workers)
-    every = list(product(grid.eta_l, grid.eta_g))
-    left = {method.label: every for method in spec.methods}
-    points: dict[tuple[str, float, float], Point] = {}
-    for rounds in rungs(grid):
-        jobs = tune_jobs(spec, grid, out, rounds, left)
+    found: Runs = {}
+
+    def run(rounds: int, wanted: Wanted, seeds: Sequence[int]) -> list[Point]:
+        jobs = tune_jobs(spec, grid, out, rounds, wanted, seeds)
         todo = [job for job in jobs if not (resume and job.saved())]
-        carry_out(todo, workers, quiet, done=len(jobs) - len(todo))
-        runs: dict[tuple[str, float, float], list[Run | None]] = {}
+        before = sum(map(len, found.values()))
+        carry_out(todo, workers, quiet, done=before + len(jobs) - len(todo))
         for job in jobs:
-            key = (job.method.label, job.method.hyperparameters["eta_l"], job.method.hyperparameters["eta_g"])
-            runs.setdefault(key, []).append(job.saved())
-        now = {key: _point(key, some, spec.run.target, rounds) for key, some in runs.items()}
-        points |= now
-        for label in left:
-            own = sorted((p for p in now.values() if p.label == label), key=Point.rank)
-            left[label] = [(p.eta_l, p.eta_g) for p in own[: -(-len(own) // 3)]]
-    tuned = choose(spec, list(points.values()))
+            steps = job.method.hyperparameters
+            key = (job.method.label, steps["eta_l"], steps["eta_g"], rounds)
+            found.setdefault(key, []).append(job.saved())
+        return [_point(key, runs, spec.run.target) for key, runs in found.items()]
+
+    every = {method.label: list(product(grid.eta_l, grid.eta_g)) for method in spec.methods}
+    if grid.search == "halving":
+        points = _halved(grid, every, run)
+    elif grid.search == "race":
+        points = _raced(grid, every, run, least=min(spec.run.eval_every, grid.rounds))
+    else:
+        points = run(grid.rounds, every, grid.seeds)
+    tuned = choose(spec, points)
     write_atomic(out / "tuning.csv", tuned.to_pandas().to_csv(index=False).encode())
     write_atomic(out / "tuned.toml", tuned.spec.to_toml().encode())
     return tuned
 
 
-def rungs(grid: TuneSpec) -> list[int]:
-    """Rounds that a point is tried for, again and again as long as it does well."""
-    if grid.search == "full":
-        return [grid.rounds]
-    return sorted({-(-grid.rounds // 3), grid.rounds})
+def _halved(grid: TuneSpec, every: Wanted, run: Tries) -> list[Point]:
+    """All points for a third of the rounds, and the best third of them for all."""
+    short = -(-grid.rounds // 3)
+    points = run(short, every, grid.seeds)
+    if short == grid.rounds:
+        return points
+    best = {
+        label: [(p.eta_l, p.eta_g) for p in _ranked(points, label)[: -(-len(pairs) // 3)]]
+        for label, pairs in every.items()
+    }
+    latest = {(p.label, p.eta_l, p.eta_g): p for p in run(grid.rounds, best, grid.seeds)}
+    return list(latest.values())
+
+
+def _raced(grid: TuneSpec, every: Wanted, run: Tries, least: int) -> list[Point]:
+    """All points with the first seed; with the others too, the best first, as long as one may be the best."""
+    points = run(grid.rounds, every, grid.seeds[:1])
+    count = len(grid.seeds)
+    while True:
+        wanted = {}
+        for label in every:
+            ranked = _ranked(points, label)
+            best = min((p.rank() for p in ranked if p.seeds == count), default=(math.inf,))
+            able = [p for p in ranked if p.seeds < count and p.at_best(count, least) < best]
+            wanted[label] = [(p.eta_l, p.eta_g) for p in able[:AT_ONCE]]
+        if not any(wanted.values()):
+            return points
+        points = run(grid.rounds, wanted, grid.seeds[1:])
+
+
+def _ranked(points: Sequence[Point], label: str) -> list[Point]:
+    return sorted((p for p in points if p.label == label), key=Point.rank)
 
 
 def grid_of(spec: Spec) -> TuneSpec:
@@ -126,9 +175,10 @@ def tune_jobs(
     grid: TuneSpec,
     out: Path,
     rounds: int | None = None,
-    points: Mapping[str, Sequence[tuple[float, float]]] | None = None,
+    points: Wanted | None = None,
+    seeds: Sequence[int] | None = None,
 ) -> list[Job]:
-    """Runs of the grid, or of some of its points by method; all of them on held-out train data."""
+    """Runs of the grid, or of some of its points and seeds; all of them on held-out train data."""
     rounds = rounds or grid.rounds
     run = {"rounds": rounds, "stop_at_target": spec.run.target is not None, "on_nonfinite": "error"}
     short = spec.model_copy(update={"run": spec.run.model_copy(update=run)})
@@ -138,7 +188,7 @@ def tune_jobs(
     for method in spec.methods:
         for eta_l, eta_g in every if points is None else points[method.label]:
             tried = method.with_(eta_l=eta_l, eta_g=eta_g)
-            for seed in grid.seeds:
+            for seed in grid.seeds if seeds is None else seeds:
                 folder = out / below / method.slug / f"eta_l-{eta_l!r}-eta_g-{eta_g!r}-seed{seed}"
                 detail = f"eta_l={eta_l:g} eta_g={eta_g:g}"
                 jobs.append(Job.of(short, tried, seed, folder, grid.validation, detail))
@@ -173,18 +223,19 @@ def choose(spec: Spec, points: list[Point]) -> Tuned:
     return Tuned(tuned, tuple(points), tuple(notes))
 
 
-def _point(key: tuple[str, float, float], runs: list[Run | None], target: float | None, tried: int) -> Point:
+def _point(key: Key, runs: list[Run | None], target: float | None) -> Point:
     finished = [run for run in runs if run is not None]
     rounds = [run.rounds_to(target) for run in finished] if target is not None else []
     at_target = [r for r in rounds if r is not None]
     finals = [run.history[-1].test_metric for run in finished]
     numbers = [f for f in finals if f is not None and math.isfinite(f)]
     return Point(
-        *key,
+        *key[:3],
         reached=len(at_target),
         rounds=fmean(at_target) if at_target else None,
         final=fmean(numbers) if numbers else None,
         diverged=len(runs) - len(finished),
         goal=finished[0].goal if finished else "max",
-        tried=tried,
+        tried=key[3],
+        seeds=len(runs),
     )
