@@ -50,7 +50,7 @@ class Point:
         return (-self.tried, -self.reached, rounds, self.diverged, final, self.eta_l, self.eta_g)
 
     def at_best(self, seeds: int, least: int) -> tuple[float, ...]:
-        """The rank that it cannot surpass with so many seeds, if none reaches the target in less rounds."""
+        """The rank that it cannot surpass with so many seeds, if none reaches the target in fewer rounds."""
         more = seeds - self.seeds
         reached = self.reached + more
         total = self.reached * (self.rounds or 0.0) + more * least

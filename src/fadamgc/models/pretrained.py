@@ -110,7 +110,7 @@ def load_base(
         whole("upper_layers", upper_layers, 1)
     if dropout is not None and not (_number(dropout) and 0 <= dropout < 1):
         raise InputError(f"dropout={dropout!r} is not accepted; it must be a number >= 0 and < 1")
-    with _quiet(), seeded(seed):
+    with quiet(), seeded(seed):
         model, tokenizer, fresh = _classifier(base, classes, tokenizer, dropout)
         net = _adapted(base, model, adapters, upper_layers, fresh)
     return _base(net, model, tokenizer)
@@ -123,7 +123,7 @@ def load_adapter(base: str | Path, classes: int, folder: Path) -> Base:
 
     if not (folder / WEIGHTS).is_file():
         raise InputError(f"adapter={str(folder)!r} has no {WEIGHTS}; it is not what a run on texts leaves")
-    with _quiet():
+    with quiet(), seeded(0):  # which no weight depends on in the end
         model, tokenizer, _ = _classifier(base, classes)
         with _refused(f"adapter={str(folder)!r} does not fit base={str(base)!r}, or is damaged"):
             net = peft.PeftModel.from_pretrained(model, str(folder))
@@ -283,7 +283,7 @@ def _refused(what: str) -> Iterator[None]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Without what transformers says about heads that are new, as they are meant to be."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from transformers.utils import logging as said

@@ -17,7 +17,7 @@ from fadamgc.errors import InputError, whole
 from fadamgc.files import cached
 from fadamgc.machine import memory
 from fadamgc.models.packed import Layout, Packed, packed
-from fadamgc.models.pretrained import Base
+from fadamgc.models.pretrained import Base, quiet
 
 FORMAT = 2  # of cached outputs of lower layers
 NO_MATTER = ("drop", "label", "name_or_path", "version", "dtype")  # in a config, to what layers compute
@@ -57,7 +57,8 @@ class TextClassifier(nn.Module):
         scratch = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
         shutil.rmtree(scratch, ignore_errors=True)
         net: Any = self.net
-        net.save_pretrained(str(scratch), save_embedding_layers=False)
+        with quiet():
+            net.save_pretrained(str(scratch), save_embedding_layers=False)
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(scratch, folder)
 
