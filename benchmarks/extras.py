@@ -65,8 +65,8 @@ def memory(quick: bool) -> Found:
 def texts(quick: bool) -> Found:
     """A pretrained transformer with adapters: one client and a hundred."""
     less = {"rounds": 2} if quick else {}
-    kinds = ((1, 1), (100, 10), (100, 100))
-    return {"runs": [_probe("texts", clients=n, sampled=s, **less) for n, s in kinds]}
+    kinds = ((1, 1, "memory"), (100, 10, "memory"), (100, 100, "memory"), (100, 100, "files"))
+    return {"runs": [_probe("texts", clients=n, sampled=S, states=at, **less) for n, S, at in kinds]}
 
 
 def sweep(quick: bool) -> Found:

@@ -265,13 +265,14 @@ def _texts(found: Results) -> str:
         [
             str(run["clients"]),
             str(run["sampled"]),
+            run["states"],
             f"{run['rss_before'] / GB:.2f}",
             f"{run['peak_rss'] / GB:.2f}",
             f"{run['peak_rss'] / one:.2f}",
         ]
         for run in found["runs"]
     ]
-    head = ["Clients", "in a round", "GB before", "Peak GB", "of one client's"]
+    head = ["Clients", "in a round", "their states in", "GB before", "Peak GB", "of one client's"]
     texts = found["runs"][0]["texts"]
     return f"**Memory: FAdamGC, MiniLM with LoRA, {texts} texts**\n\n{markdown(head, rows)}"
 

@@ -98,7 +98,9 @@ def scale(
     return found
 
 
-def texts(clients: int, sampled: int, rounds: int = 20, texts: int = 1600, steps: int = 10) -> dict[str, Any]:
+def texts(
+    clients: int, sampled: int, states: str, rounds: int = 20, texts: int = 1600, steps: int = 10
+) -> dict[str, Any]:
     """FAdamGC on MiniLM with LoRA: what memory it takes to have the same texts at one client or at many.
 
     Clients take turns, so that all have taken part; a round has at least so many steps.
@@ -125,10 +127,12 @@ def texts(clients: int, sampled: int, rounds: int = 20, texts: int = 1600, steps
         local_steps=max(1, steps // sampled),
         batch_size=workload.batch,
         executor="threads",
+        states=states,
         progress=False,
     )
     peak = status()["VmHWM"]
-    return {"clients": clients, "texts": texts, "sampled": sampled, "rss_before": before, "peak_rss": peak}
+    facts = {"clients": clients, "texts": texts, "sampled": sampled, "states": states}
+    return {**facts, "rss_before": before, "peak_rss": peak}
 
 
 def memory(states: str, clients: int = 100, again: int = 2) -> dict[str, Any]:
