@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 import fadamgc
 from fadamgc.models import cnn, resnet18
+from fadamgc.sim.cores import single_threads
 from fadamgc.sim.engine import prepare
 from fadamgc.sim.executors import ThreadsExecutor, VectorizedExecutor, auto, native, rules, threads
 from fadamgc.sim.executors.graphs import liftable, pointwise, record
@@ -536,3 +537,15 @@ def test_problems_are_alike_only_if_model_and_loss_are():
     twice, thrice = (Problem(class_task(model=Scaled(factor))) for factor in (2, 3))
     assert not twice.like(thrice)
     assert twice.like(Problem(class_task(model=Scaled(2), seed=4)))
+
+
+def test_threads_compute_with_one_thread_each():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        pool = single_threads(2)
+        assert [pool.submit(torch.get_num_threads).result() for _ in range(4)] == [1] * 4
+        assert torch.get_num_threads() == 2
+        pool.shutdown()
+    finally:
+        torch.set_num_threads(before)

@@ -179,6 +179,7 @@ REFUSED = {
     "not a number": ("batch_size = 8", 'batch_size = "8"', '[run] batch_size="8" is not accepted; it must be a whole number'),
     "not whole": ("sampled = 3", "sampled = 3.5", "[run] sampled=3.5 is not accepted; it must be a whole number"),
     "no seeds": ("seeds = [0, 1]", "seeds = []", "[run] seeds=[] is not accepted; it must not be empty"),
+    "a step size twice": ("eta_l = [1e-9, 0.01]", "eta_l = [0.1, 0.1]", "[tune] eta_l=[0.1, 0.1] is not accepted; each may be given once"),
     "a seed twice": ("seeds = [0, 1]", "seeds = [1, 1]", "[run] seeds=[1, 1] is not accepted; each may be given once"),
     "a negative seed": ("seeds = [0, 1]", "seeds = [-1]", "[run] seeds[0]=-1 is not accepted; it must be greater than or equal to 0"),
     "unknown executor": ('executor = "loop"', 'executor = "lop"', "did you mean 'loop'?"),

@@ -178,6 +178,63 @@ def test_a_dropout_that_is_none_is_refused(bases, own, dropout):
     )
 
 
+# Heads.
+
+
+def modernbert():
+    from transformers import ModernBertConfig, ModernBertModel
+
+    ids = {
+        "pad_token_id": 0,
+        "cls_token_id": 101,
+        "sep_token_id": 102,
+        "bos_token_id": 101,
+        "eos_token_id": 102,
+    }
+    small = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    return ModernBertModel(ModernBertConfig(vocab_size=30522, max_position_embeddings=64, **small, **ids))
+
+
+def xlnet():
+    from transformers import XLNetConfig, XLNetModel
+
+    return XLNetModel(
+        XLNetConfig(vocab_size=30522, d_model=16, n_layer=2, n_head=2, d_inner=32, pad_token_id=0)
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "targets", "parts"),
+    [
+        (modernbert, ["Wqkv"], {"head", "classifier"}),
+        (xlnet, ["layer_1"], {"sequence_summary", "logits_proj"}),
+    ],
+)
+def test_a_head_is_trained_and_saved_whatever_its_name(bases, own, tmp_path, make, targets, parts):
+    from transformers import AutoModelForSequenceClassification
+
+    folder = shutil.copytree(bases["bert"], tmp_path / "base")
+    torch.manual_seed(0)
+    make().save_pretrained(folder)
+    made = task(folder, own, adapters=peft.LoraConfig(r=2, target_modules=targets), seed=3)
+    inside = dict(made.model.classifier.named_parameters())
+    trained = {name.split(".")[0] for name, value in inside.items() if value.requires_grad}
+    assert parts <= trained
+    options = {"rounds": 2, "local_epochs": 1, "batch_size": 2, "progress": False}
+    run = fadamgc.simulate(fadamgc.FAdamGC(eta_l=0.01), made, **options)
+    run.model.save_adapter(tmp_path / "adapter")
+    torch.manual_seed(7)  # of a head that nobody has trained
+    base = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=2)
+    base.config.pad_token_id = 0
+    alone = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapter")).eval()
+    tokens = made.clients[0][0]
+    with torch.no_grad():
+        expected = run.model.eval()(tokens)
+        torch.testing.assert_close(TextClassifier(alone, 0)(tokens), expected)
+        again = load_adapter(folder, 2, tmp_path / "adapter")
+        torch.testing.assert_close(TextClassifier(again.net, 0).eval()(tokens), expected)
+
+
 # Adapters.
 
 
@@ -200,6 +257,10 @@ def test_the_head_is_trained_and_saved_whatever_the_adapters_say_of_it(bases, ow
         ({"target_modules": ["query", "valeu"]}, "target_modules: 'valeu' matches nothing"),
         ({"target_modules": ["classifier"]}, "it has dense, key, query, value"),
         ({"target_modules": ".*nothing"}, "match nothing that LoRA can adapt"),
+        ({"target_modules": "("}, "target_modules='(' match nothing"),
+        ({"target_modules": ["query"], "lora_dropout": 1.5}, "dropout probability has to be between 0 and 1"),
+        ({"target_modules": ["query"], "modules_to_save": ["nil"]}, "modules_to_save: 'nil' matches nothing"),
+        ({"target_modules": ["query"], "inference_mode": True}, "inference_mode=True is not accepted"),
     ],
 )
 def test_adapters_that_cannot_be_are_refused(bases, own, adapters, said):
@@ -300,6 +361,14 @@ def test_lower_layers_that_do_not_fit_into_memory_are_refused(bases, own, monkey
         (TEXTS.encode(), {"length": None}, "length=None is not accepted"),
         (TEXTS.encode(), {"upper_layers": 1.5}, "upper_layers=1.5 is not accepted"),
         (TEXTS.encode(), {"seed": -1}, "seed=-1 is not accepted"),
+        (TEXTS.encode(), {"seed": 2**70}, "it must be a whole number <= 9223372036854775807"),
+        (TEXTS.encode(), {"length": 2**70}, "it must be a whole number <= 2147483647"),
+        (TEXTS.encode(), {"columns": 5}, "columns=5 is not accepted; give the name of a column"),
+        (TEXTS.encode(), {"columns": [5]}, "columns=[5] is not accepted"),
+        (TEXTS.encode(), {"columns": {"text"}}, "columns={'text'} is not accepted"),
+        (TEXTS.encode(), {"label": 5}, "label=5 is not accepted"),
+        (TEXTS.encode(), {"test": "~nobody-is-called-so/x.csv"}, "does not exist"),
+        ("text,label\ngood,0\n\u200b,1\n".encode(), {}, "has no tokens"),
         (TEXTS.encode(), {"clients": 0}, "clients=0 is not accepted"),
     ],
 )
@@ -312,6 +381,15 @@ def test_bad_files_are_refused(bases, tmp_path, content, options, said):
 def test_numbers_are_no_texts(bases, tmp_path):
     sets.write_rows(tmp_path / "own.parquet", text=[3, 4], label=[0, 1])
     refused("row 0 has text=3, which is no text", bases["bert"], tmp_path / "own.parquet")
+
+
+def test_bytes_that_are_no_text_are_refused(bases, tmp_path):
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    spoilt = pa.Array.from_buffers(pa.string(), 2, pa.array([b"good", b"b\xff"], pa.binary()).buffers())
+    parquet.write_table(pa.table({"text": spoilt, "label": [0, 1]}), tmp_path / "own.parquet")
+    refused("a text in 'text', from row 0 on, is no UTF-8", bases["bert"], tmp_path / "own.parquet")
 
 
 def test_texts_may_look_like_anything(bases, tmp_path):
@@ -385,6 +463,38 @@ def left(bases, tmp_path, monkeypatch):
 def test_a_run_with_targets_of_its_own_predicts(left):
     assert sum(predict(left, "a lovely film").values()) == pytest.approx(1)
     assert sum(predict(left, "a lovely film " * 100).values()) == pytest.approx(1)
+
+
+def test_an_adapter_is_saved_beside_what_is_there(bases, own, tmp_path, monkeypatch):
+    model = task(bases["bert"], own).model
+    place = tmp_path / "place"
+    place.mkdir()
+    (place / "thesis.txt").write_text("years of work")
+    for _ in range(2):
+        model.save_adapter(place)
+    files = {path.name for path in place.iterdir()}
+    assert files >= {"thesis.txt", "adapter_config.json", "adapter_model.safetensors"}
+    assert not [name for name in files if name.startswith(".")]
+    with pytest.raises(InputError, match="cannot be written"):
+        model.save_adapter(place / "thesis.txt")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    model.save_adapter("~/deep/adapter")
+    load_adapter(bases["bert"], 2, tmp_path / "deep" / "adapter")
+
+
+def test_the_base_model_of_a_run_may_move(left, tmp_path):
+    before = predict(left, "a film")
+    (tmp_path / "base").rename(tmp_path / "moved")
+    with pytest.raises(InputError, match="can be said with --base"):
+        predict(left, "a film")
+    assert predict(left, "a film", base=tmp_path / "moved") == before
+    shown = CliRunner().invoke(app, ["predict", str(left), "a film", "--base", str(tmp_path / "moved")])
+    assert shown.exit_code == 0, shown.output
+
+
+def test_a_text_that_is_no_unicode_is_refused(left):
+    with pytest.raises(InputError, match="is no UTF-8"):
+        predict(left, "a \udcff film")
 
 
 def test_a_run_that_was_spoilt_says_so(left, tmp_path):

@@ -28,7 +28,7 @@ pytest.importorskip("peft", reason="peft is not installed")
 
 from fadamgc import tasks
 from fadamgc.models import text as models
-from fadamgc.models.pretrained import default_adapters, load_base, lora
+from fadamgc.models.pretrained import TARGETS, default_adapters, load_base, lora
 from fadamgc.models.text import TextClassifier, encode
 from fadamgc.sim.problem import Problem
 
@@ -276,6 +276,38 @@ def test_with_dropout_a_run_depends_on_its_seed_alone(bases, data, kind):
     assert not torch.equal(runs[0].x, runs[2].x)
     still = task_of(bases[kind], data, dropout=0.0)
     assert not torch.equal(runs[0].x, fadamgc.simulate(fadamgc.FAdamGC(), still, **options).x)
+
+
+@pytest.mark.parametrize("kind", tiny.KINDS)
+def test_dropout_of_adapters_alone(bases, data, kind):
+    task = task_of(bases[kind], data, dropout=0.0, adapters=lora(4, TARGETS[kind], dropout=0.3))
+    options = {"rounds": 2, "local_epochs": 1, "batch_size": 8, "progress": False}
+    runs = [
+        fadamgc.simulate(fadamgc.FAdamGC(), task, executor="threads", seed=seed, **options)
+        for seed in (0, 0, 1)
+    ]
+    assert torch.equal(runs[0].x, runs[1].x)
+    assert not torch.equal(runs[0].x, runs[2].x)
+
+
+def test_auto_leaves_out_what_cannot_run_the_model(bases, data, monkeypatch):
+    tried = []
+
+    def fails(executor, jobs):
+        tried.append(executor)
+        raise InputError("not this one")
+
+    monkeypatch.setattr("fadamgc.sim.executors.threads.ThreadsExecutor.run", fails)
+    monkeypatch.setattr("fadamgc.sim.executors.auto.LONG", 0)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        options = {"rounds": 1, "local_epochs": 1, "batch_size": 8, "progress": False}
+        run = fadamgc.simulate(fadamgc.FAdamGC(), task_of(bases["bert"], data), **options)
+    finally:
+        torch.set_num_threads(before)
+    assert tried
+    assert run.settings["executor"] != "threads"
 
 
 def test_auto_runs_texts_too(bases, data):

@@ -48,14 +48,16 @@ class NonFiniteError(FadamgcError):
         return type(self), (self.client, self.round, self.step, self.what)
 
 
-def whole(name: str, value: object, least: int) -> int:
-    """A whole number that is not too small, or an error that says so.
+def whole(name: str, value: object, least: int, most: int | None = None) -> int:
+    """A whole number that is neither too small nor too large, or an error that says so.
 
     >>> whole("rounds", 3, 1)
     3
     """
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise InputError(f"{name}={value!r} is not accepted; it must be a whole number >= {least}")
+    if most is not None and int(value) > most:
+        raise InputError(f"{name}={value!r} is not accepted; it must be a whole number <= {most}")
     return int(value)
 
 

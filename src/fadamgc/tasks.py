@@ -63,8 +63,8 @@ def text(
         >>> task = fadamgc.tasks.text(data="reviews.csv", columns=("review",), clients=20)  # doctest: +SKIP
     """
     whole("clients", clients, 1)
-    whole("seed", seed, 0)
-    whole("length", length, 1)
+    whole("seed", seed, 0, 2**63 - 1)
+    whole("length", length, 1, 2**31 - 1)
     for field, value in (("base", base), ("data", data), ("test", test)):
         if not isinstance(value, (str, Path)) and not (field == "test" and value is None):
             raise InputError(f"{field}={value!r} is not accepted; give a name or a path")
@@ -119,7 +119,11 @@ def _own(
         )
     columns = "text" if columns is None else columns
     columns = (columns,) if isinstance(columns, str) else columns
+    if not isinstance(columns, (list, tuple)) or not all(isinstance(one, str) for one in columns):
+        raise InputError(f"columns={columns!r} is not accepted; give the name of a column, or a list of two")
     label = "label" if label is None else label
+    if not isinstance(label, str):
+        raise InputError(f"label={label!r} is not accepted; give the name of a column")
     train = texts.read(data, columns, label)
     held = train if test is None else texts.read(test, columns, label, "test")
     if classes is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -68,7 +69,7 @@ def read(path: str | Path, columns: Sequence[str], label: str, field: str = "dat
         label: the column of labels, whole numbers from 0.
         field: what the path is called in messages.
     """
-    given, path = path, Path(path).expanduser()
+    given, path = path, Path(os.path.expanduser(path))
     if len(columns) not in (1, 2):
         raise InputError(f"columns={list(columns)} is not accepted; give one column of texts, or two")
     if not path.is_file():
@@ -96,7 +97,13 @@ def collect(
     for some in rows:
         file = some.file
         for column, found in zip(columns, texts, strict=True):
-            for i, text in enumerate(some.columns[column].to_pylist()):
+            try:
+                values = some.columns[column].to_pylist()
+            except UnicodeDecodeError as error:
+                raise InputError(
+                    f"{file}: a text in {column!r}, from row {some.first} on, is no UTF-8 ({error.reason})"
+                ) from None
+            for i, text in enumerate(values):
                 if not isinstance(text, str):
                     raise InputError(f"{file}: row {some.first + i} has {column}={text!r}, which is no text")
                 if not text.strip():

@@ -24,13 +24,16 @@ LABELS = {
 }
 
 
-def predict(folder: str | Path, first: str, second: str | None = None) -> dict[str, float]:
+def predict(
+    folder: str | Path, first: str, second: str | None = None, base: str | Path | None = None
+) -> dict[str, float]:
     """The probability of each label, the likeliest first.
 
     Args:
         folder: of a run on texts, ``OUT/runs/NAME``.
         first: the text.
         second: of a pair.
+        base: where the base model is, if no longer where it was for the run.
     """
     folder = Path(folder)
     task = _task(folder)
@@ -40,15 +43,22 @@ def predict(folder: str | Path, first: str, second: str | None = None) -> dict[s
     for text in (first, second):
         if text is not None and not text.strip():
             raise InputError("the text is empty")
-    from fadamgc.models.pretrained import load_adapter
+        if text is not None and any("\ud800" <= letter <= "\udfff" for letter in text):
+            raise InputError(f"the text {text!r} is no UTF-8")
+    from fadamgc.models.pretrained import base_folder, load_adapter
     from fadamgc.models.text import TextClassifier, encode
 
-    base = load_adapter(task.model, known.classes, folder / ADAPTER)
-    model = TextClassifier(base.net, base.tokenizer.pad_token_id).eval()
-    length = task.length if base.positions is None else min(task.length, base.positions)
+    try:
+        loaded = load_adapter(base or task.model, known.classes, folder / ADAPTER)
+    except InputError as error:
+        if base is not None or Path(base_folder(task.model)).is_dir():
+            raise
+        raise InputError(f"{error}; where it is now, if it is a folder, can be said with --base") from None
+    model = TextClassifier(loaded.net, loaded.tokenizer.pad_token_id).eval()
+    length = task.length if loaded.positions is None else min(task.length, loaded.positions)
     one = Texts([first], None if second is None else [second], np.zeros(1, dtype=np.int64))
     with torch.no_grad():
-        shares = torch.softmax(model(encode(base.tokenizer, one, length))[0], dim=0).tolist()
+        shares = torch.softmax(model(encode(loaded.tokenizer, one, length))[0], dim=0).tolist()
     names = labels_of(task.data)
     return dict(sorted(zip(names, shares, strict=True), key=lambda pair: -pair[1]))
 

@@ -32,7 +32,7 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-def _distinct(values: tuple[int, ...]) -> tuple[int, ...]:
+def _distinct(values: tuple[float, ...]) -> tuple[float, ...]:
     if len(set(values)) != len(values):
         raise ValueError("each may be given once")
     return values
@@ -81,7 +81,7 @@ Finite: TypeAlias = Annotated[float, Field(allow_inf_nan=False)]
 Seeds: TypeAlias = Annotated[
     tuple[Annotated[int, Field(ge=0, lt=2**63)], ...], Field(min_length=1), AfterValidator(_distinct)
 ]
-Steps: TypeAlias = Annotated[tuple[Positive, ...], Field(min_length=1)]
+Steps: TypeAlias = Annotated[tuple[Positive, ...], Field(min_length=1), AfterValidator(_distinct)]
 PerClient: TypeAlias = Annotated[Any, BeforeValidator(_per_client)]
 Share: TypeAlias = Annotated[float, Field(ge=0, le=1)]
 Colour: TypeAlias = tuple[Share, Share, Share]

@@ -99,6 +99,10 @@ def predict(
     second: Annotated[
         str | None, typer.Argument(help="The other text, where the data are pairs.", show_default=False)
     ] = None,
+    base: Annotated[
+        str | None,
+        typer.Option(help="The base model's folder.", show_default="where it was for the run"),
+    ] = None,
 ) -> None:
     """Show what a trained text classifier says.
 
@@ -111,7 +115,7 @@ def predict(
     from fadamgc.experiments.predict import predict as classify
 
     table = Table("label", "probability")
-    for label, share in list(classify(run, text, second).items())[:5]:
+    for label, share in list(classify(run, text, second, base).items())[:5]:
         table.add_row(label, f"{share:.1%}")
     terminal().print(table)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -25,6 +26,7 @@ TARGETS = {  # what LoRA adapts unless told otherwise
     "distilbert": ("q_lin", "v_lin"),
     "gpt2": ("c_attn", "c_proj", "c_fc"),
 }
+HEADS = ("classifier", "score")  # what peft trains and saves in classifiers without being told
 WEIGHTS = "adapter_model.safetensors"  # peft's name for what was trained
 
 
@@ -43,7 +45,7 @@ class Classifier(NamedTuple):
 
     model: Any
     tokenizer: Any
-    fresh: tuple[str, ...]  # weights of the body that were not there, so that they are to be trained
+    fresh: tuple[str, ...]  # weights that were not there, so that they are to be trained
 
 
 def base_folder(base: str | Path) -> str:
@@ -145,8 +147,8 @@ def _classifier(
         raise InputError(f"base={str(base)!r}: there is no such folder")
     here = f"base={str(base)!r} cannot be used as a text classifier"
     there = (
-        f"base={str(base)!r} is no model here and cannot be had from the hub; give {MINILM!r}, a folder with "
-        "config.json, the tokenizer's files and weights, or a name on the hub"
+        f"base={str(base)!r} is no model here and cannot be had from the hub{nearest(str(base), PACKAGED)}; "
+        f"give {MINILM!r}, a folder with config.json, the tokenizer's files and weights, or a name on the hub"
     )
     with _refused(here if Path(folder).is_dir() else there):
         config = AutoConfig.from_pretrained(folder, num_labels=classes)
@@ -161,13 +163,12 @@ def _classifier(
             folder, config=config, dtype=torch.float32, ignore_mismatched_sizes=True, output_loading_info=True
         )
     body = f"{model.base_model_prefix}."
-    lost = {*loading["missing_keys"], *(name for name, *_ in loading["mismatched_keys"])}
-    lost = {name for name in lost if name.startswith(body)}
-    fresh = {name for name in lost if "pooler" in name.split(".")}
-    if lost - fresh:
+    fresh = {*loading["missing_keys"], *(name for name, *_ in loading["mismatched_keys"])}
+    lost = {name for name in fresh if name.startswith(body) and "pooler" not in name.split(".")}
+    if lost:
         raise InputError(
-            f"{here}: there are no weights that fit for {len(lost - fresh)} parts of a {config.model_type} "
-            f"model, such as {min(lost - fresh)}; are config.json and the weights of the same model?"
+            f"{here}: there are no weights that fit for {len(lost)} parts of a {config.model_type} "
+            f"model, such as {min(lost)}; are config.json and the weights of the same model?"
         )
     return Classifier(model, own, tuple(sorted(fresh)))
 
@@ -217,8 +218,7 @@ def _adapted(
     whole("adapters.r", adapters.r, 1)
     adapters.task_type = "SEQ_CLS"  # so that the head is trained, too, and saved
     adapters.fan_in_fan_out = kind == "gpt2"  # its layers are Conv1D
-    if fresh:
-        adapters.modules_to_save = [*(adapters.modules_to_save or ()), "pooler"]
+    adapters.modules_to_save = _trained_whole(base, model, adapters, fresh)
     named = adapters.target_modules
     if upper_layers is not None:
         if upper_layers > layers:
@@ -238,11 +238,47 @@ def _adapted(
         if not any(f".{part}".endswith(f".{target}") for part in parts):
             raise InputError(f"target_modules: {target!r} matches {nowhere}; it has {', '.join(linear)}")
     try:
-        return peft.get_peft_model(model, adapters)
-    except (ValueError, TypeError, AttributeError, RuntimeError) as error:
+        net = peft.get_peft_model(model, adapters)
+    except (ValueError, TypeError, AttributeError, RuntimeError, re.error) as error:
+        said = _first_line(error)
+        if isinstance(named, str) or "target module" in said.lower():
+            said = f"target_modules={named!r} match {nowhere}; it has {', '.join(linear)} ({said})"
+        else:
+            said = f"adapters={adapters!r} do not fit base={str(base)!r}: {said}"
+        raise InputError(said) from error
+    trained = {_own_name(name) for name, value in net.named_parameters() if value.requires_grad}
+    weights = {_own_name(name) for name, _ in net.named_parameters()}
+    left = sorted(name for name in fresh if name in weights - trained)
+    if left:
         raise InputError(
-            f"target_modules={named!r} match {nowhere}; it has {', '.join(linear)} ({_first_line(error)})"
-        ) from error
+            f"base={str(base)!r} has no weights for {left[0]}, and the adapters train none; name its part "
+            "in their modules_to_save"
+        )
+    return net
+
+
+def _trained_whole(base: str | Path, model: Any, adapters: Any, fresh: Sequence[str]) -> list[str] | None:
+    """The parts that are trained and saved as they are, beside those that peft knows as heads."""
+    if adapters.inference_mode:
+        raise InputError("adapters.inference_mode=True is not accepted; the adapters are to be trained")
+    every = [name for name, _ in model.named_modules()]
+    named = list(adapters.modules_to_save or ())
+    for one in named:
+        if not any(part.endswith(one) for part in every):
+            raise InputError(f"modules_to_save: {one!r} matches nothing in base={str(base)!r}")
+    body = model.base_model_prefix
+    if any(name.startswith(f"{body}.") for name in fresh):
+        named.append("pooler")
+    for name, part in model.named_children():
+        if name != body and not name.endswith(HEADS) and any(True for _ in part.parameters()):
+            named.append(name)
+    return named or None
+
+
+def _own_name(name: str) -> str:
+    """What a weight of peft's model is called in the classifier."""
+    name = name.removeprefix("base_model.model.")
+    return name.replace(".modules_to_save.default", "").replace(".base_layer", "")
 
 
 def _positions(model: Any) -> int | None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import hashlib
 import os
-import shutil
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -53,14 +53,16 @@ class TextClassifier(nn.Module):
 
     def save_adapter(self, folder: str | Path) -> None:
         """Write adapters and head in peft's own format; ``peft.PeftModel.from_pretrained`` reads them."""
-        folder = Path(folder)
-        scratch = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-        shutil.rmtree(scratch, ignore_errors=True)
         net: Any = self.net
-        with quiet():
-            net.save_pretrained(str(scratch), save_embedding_layers=False)
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(scratch, folder)
+        place = Path(os.path.expanduser(folder))
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+            with TemporaryDirectory(prefix=".adapter-", dir=place) as scratch, quiet():
+                net.save_pretrained(scratch, save_embedding_layers=False)
+                for file in sorted(Path(scratch).iterdir()):
+                    os.replace(file, place / file.name)
+        except OSError as error:
+            raise InputError(f"folder={str(folder)!r} cannot be written: {error.strerror}") from None
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Logits. In evaluation mode, texts go through the net in the order of their lengths."""
@@ -117,7 +119,7 @@ def encode(tokenizer: Any, texts: Texts, length: int) -> Tensor:
     for i, one in enumerate(ids):
         while one and one[-1] == tokenizer.pad_token_id:  # to transformers, the text ends before these
             one.pop()
-        if not one:
+        if len(one) <= marks:
             raise InputError(f"text {i} ({texts.first[i][:40]!r}) has no tokens")
     planes = [ids] if texts.second is None or types is None else [ids, types]
     width = max(map(len, ids))

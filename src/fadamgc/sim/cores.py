@@ -27,11 +27,14 @@ def one_thread() -> Iterator[None]:
 def single_threads(count: int) -> ThreadPoolExecutor:
     """So many threads, each of which computes with a single thread."""
     before = torch.get_num_threads()
-    pool = ThreadPoolExecutor(
-        count, thread_name_prefix="fadamgc", initializer=torch.set_num_threads, initargs=(1,)
-    )
+    pool = ThreadPoolExecutor(count, thread_name_prefix="fadamgc", initializer=_alone)
     # All start now: a thread's count of threads becomes that of threads to come, which is to stay.
     together = threading.Barrier(count)
     list(pool.map(lambda _: together.wait(), range(count)))
     torch.set_num_threads(before)
     return pool
+
+
+def _alone() -> None:
+    torch.set_num_threads(1)
+    torch.get_num_threads()  # or the thread would take the count of that time when it first needs it

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from fadamgc.errors import InputError
+from fadamgc.errors import FadamgcError, InputError
 from fadamgc.sim.executors.base import Executor, Job, Plan, Round
 from fadamgc.sim.executors.loop import LoopExecutor
 from fadamgc.sim.executors.threads import ThreadsExecutor
@@ -45,7 +45,16 @@ def choose(problem: Problem, plan: Plan) -> Executor:
     if len(made) == 1:
         log.info("executor auto: %s (by rule)", expected)
         return made[expected]
-    seconds = {name: _seconds(executor, problem, plan) for name, executor in made.items()}
+    seconds: dict[str, float] = {}
+    for name, executor in made.items():
+        try:
+            seconds[name] = _seconds(executor, problem, plan)
+        except FadamgcError as error:
+            log.info("executor auto: not %s (%s)", name, error)
+            failed = error
+    if not seconds:  # so it is the model, or its data
+        raise failed
+    expected = next(iter(seconds))
     fastest = min(seconds, key=seconds.__getitem__)
     chosen = fastest if seconds[expected] > CLEARLY * seconds[fastest] else expected
     shown = ", ".join(f"{name} {1e3 * s:.3g} ms" for name, s in seconds.items())

@@ -262,7 +262,7 @@ class DrawFrom(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """The operation, with the generator if it takes one."""
         kwargs = dict(kwargs or {})
-        if torch.Tag.nondeterministic_seeded in func.tags and not _takes_generator(func):
+        if _draws(func, args, kwargs) and not _takes_generator(func):
             name = func._overloadname
             other = "generator" if name == "default" else f"{name}_generator"
             func = getattr(func.overloadpacket, other, func)
@@ -273,6 +273,17 @@ class DrawFrom(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if _takes_generator(func):
             kwargs["generator"] = self.generator
         return func(*args, **kwargs)
+
+
+def _draws(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether an operation needs random numbers; attention without dropout, which might, does not."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            given = args[place] if place < len(args) else kwargs.get("dropout_p", argument.default_value)
+            return bool(given != 0.0)
+    return True
 
 
 def _takes_generator(func: Any) -> bool:
