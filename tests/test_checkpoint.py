@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
+import pickle
 import random
 import signal
 import subprocess
@@ -11,6 +13,7 @@ import sys
 import time
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -18,6 +21,9 @@ import torch
 from torch import nn
 
 import fadamgc
+from fadamgc import files
+from fadamgc.files import write_bundle
+from fadamgc.sim.run import described, server_tensors
 from killed import ROUNDS, run
 from problems import class_task, mlp
 
@@ -33,6 +39,10 @@ def simulate(folder, algo=None, task=None, resume=True, **options):
         resume=resume,
         **(OPTIONS | options),
     )
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
 def assert_same_run(a: fadamgc.Run, b: fadamgc.Run) -> None:
@@ -85,12 +95,11 @@ def test_an_exception_in_the_middle_loses_nothing(tmp_path):
 
 def test_a_finished_run_is_returned_as_it_is(tmp_path):
     one = simulate(tmp_path / "c")
-    before = sorted(p.name for p in (tmp_path / "c").iterdir())
+    before = contents(tmp_path / "c")
     two = simulate(tmp_path / "c")
     assert_same_run(one, two)
     assert [r.wall_seconds for r in one.history] == [r.wall_seconds for r in two.history]
-    assert sorted(p.name for p in (tmp_path / "c").iterdir()) == before
-    assert len(before) == 2
+    assert contents(tmp_path / "c") == before
 
 
 def test_buffers_resume(tmp_path):
@@ -126,13 +135,13 @@ def test_a_task_is_the_same_in_every_process():
 
 def test_checkpoint_every(tmp_path):
     def rounds_saved(end):
-        file = tmp_path / "c" / "checkpoint.json"
-        saved.append(len(json.loads(file.read_text())["history"]) if file.exists() else 0)
+        file = tmp_path / "c" / "checkpoint.jsonl"
+        saved.append(file.read_text().count('"record"') if file.exists() else 0)
 
     saved: list[int] = []
     simulate(tmp_path / "c", rounds=7, checkpoint_every=3, callbacks=[rounds_saved])
     assert saved == [0, 0, 3, 3, 3, 6, 6]
-    assert len(json.loads((tmp_path / "c" / "checkpoint.json").read_text())["history"]) == 7
+    assert len(fadamgc.load_run(tmp_path / "c").history) == 7
 
 
 def smoothed(output, target, smoothing=0.5):
@@ -170,11 +179,11 @@ OTHERS = [
 @pytest.mark.parametrize(("other", "message"), OTHERS, ids=[message[:30] for _, message in OTHERS])
 def test_a_checkpoint_of_another_run_is_refused(tmp_path, other, message):
     simulate(tmp_path / "c")
-    before = {p.name: p.read_bytes() for p in (tmp_path / "c").iterdir()}
+    before = contents(tmp_path / "c")
     with pytest.raises(fadamgc.CheckpointError, match=message) as error:
         simulate(tmp_path / "c", **other)
     assert str(tmp_path / "c") in str(error.value)
-    assert {p.name: p.read_bytes() for p in (tmp_path / "c").iterdir()} == before
+    assert contents(tmp_path / "c") == before
 
 
 def test_the_same_function_with_another_setting_is_another_loss(tmp_path):
@@ -236,20 +245,21 @@ def test_a_folder_that_cannot_be_one(tmp_path):
             simulate(None, resume=False).save(folder)
 
 
-def test_a_checkpoint_is_no_saved_run(tmp_path):
-    simulate(tmp_path / "c")
-    with pytest.raises(fadamgc.CheckpointError, match="run.json does not exist; .* holds checkpoint.json"):
-        fadamgc.load_run(tmp_path / "c")
+@pytest.mark.parametrize("states", ["memory", "files"])
+def test_a_checkpoint_folder_is_loaded_as_a_run(tmp_path, states):
+    task = class_task()
+    run = simulate(tmp_path / "c", task=task, states=states)
+    loaded = fadamgc.load_run(tmp_path / "c", task=task)
+    assert_same_run(loaded, run)
+    assert loaded.settings == json.loads(json.dumps(run.settings))
+    for name, value in run.model.state_dict().items():
+        assert torch.equal(loaded.model.state_dict()[name], value)
 
 
 def edit_json(path: Path) -> None:
     body = json.loads(path.read_text())
-    body["history"][1]["train_loss"] = 0.0
+    body["n"] = 4
     path.write_text(json.dumps(body))
-
-
-def other_format(path: Path) -> None:
-    path.write_text(path.read_text().replace('"format": 1', '"format": 99'))
 
 
 DAMAGE = [
@@ -259,9 +269,14 @@ DAMAGE = [
     ("checkpoint.json", edit_json, "was altered.*sha256"),
     (
         "checkpoint.json",
-        lambda p: p.write_text(p.read_text().replace('"format": 1', '"format": 99')),
+        lambda p: p.write_text(p.read_text().replace('"format": 2', '"format": 99')),
         "format 99",
     ),
+    ("checkpoint.json", lambda p: p.write_text("[" * 100_000), "nested too deeply"),
+    ("checkpoint.jsonl", lambda p: p.write_bytes(p.read_bytes()[:-9]), "truncated or altered"),
+    ("checkpoint.jsonl", lambda p: p.write_bytes(b" " + p.read_bytes()[1:]), "truncated or altered"),
+    ("checkpoint.jsonl", lambda p: p.unlink(), "cannot be read: No such file"),
+    ("states/states.bin", lambda p: p.unlink(), "does not exist"),
     ("*.safetensors", lambda p: p.write_bytes(p.read_bytes()[:-1]), "truncated or altered"),
     ("*.safetensors", lambda p: p.write_bytes(p.read_bytes()[:-1] + b"\1"), "truncated or altered"),
     ("*.safetensors", lambda p: p.unlink(), "cannot be read: No such file"),
@@ -298,3 +313,336 @@ def test_records_without_states(tmp_path):
 def test_resume_needs_a_folder():
     with pytest.raises(fadamgc.InputError, match="resume=True without checkpoint"):
         simulate(None)
+
+
+# One folder, more than one user.
+
+
+def test_a_folder_in_use_is_refused(tmp_path):
+    def again(end):
+        if end.record.round == 2:
+            with pytest.raises(fadamgc.CheckpointInUseError, match="is in use by another run"):
+                simulate(tmp_path / "c", states=states)
+            with pytest.raises(fadamgc.CheckpointInUseError, match="is in use by another run"):
+                fadamgc.load_run(tmp_path / "c")
+            refused.append(states)
+
+    refused: list[str] = []
+    for states in ("memory", "files"):
+        run = simulate(tmp_path / "c", states=states, rounds=4, callbacks=[again])
+        assert_same_run(run, simulate(None, resume=False, rounds=4))
+        for path in sorted((tmp_path / "c").rglob("*"), reverse=True):
+            path.rmdir() if path.is_dir() else path.unlink()
+    assert refused == ["memory", "files"]
+
+
+def test_a_folder_that_another_process_uses_is_refused(tmp_path):
+    folder = tmp_path / "checkpoint"
+    command = [sys.executable, str(HERE / "killed.py"), str(folder), str(tmp_path / "out")]
+    process = subprocess.Popen(command, cwd=HERE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.send_signal(signal.SIGSTOP)
+        with pytest.raises(fadamgc.CheckpointInUseError, match="is in use by another run"):
+            run(folder)
+    finally:
+        process.kill()
+        process.wait(timeout=60)
+        process.stdout.close()
+    assert_same_run(run(folder), run(None))  # what was killed holds nothing
+
+
+def test_an_error_unlocks_the_folder(tmp_path):
+    simulate(tmp_path / "c", rounds=2)
+    with pytest.raises(fadamgc.OtherRunError, match="seed=0 there"):
+        simulate(tmp_path / "c", seed=5)
+    with pytest.raises(ZeroDivisionError):
+        simulate(tmp_path / "c", rounds=4, callbacks=[lambda end: 1 / 0])
+    assert len(simulate(tmp_path / "c", rounds=4).history) == 4
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("states", ["memory", "files"])
+def test_many_runs_have_a_folder_each(tmp_path, states, workers):
+    task = class_task()
+    grid = [{"algorithm": fadamgc.FAdamGC(eta_l=e), "seed": s} for e in (0.1, 0.01) for s in (0, 1)]
+    options = OPTIONS | {"task": task, "states": states}
+    del options["seed"]
+    many = fadamgc.simulate_many(grid, checkpoint=tmp_path / "c", workers=workers, **options)
+    for i, (own, made) in enumerate(zip(grid, many, strict=True)):
+        assert_same_run(made, fadamgc.simulate(**own, **options))
+        assert_same_run(fadamgc.load_run(tmp_path / "c" / f"run-{i}"), made)
+    again = fadamgc.simulate_many(grid, checkpoint=tmp_path / "c", resume=True, **options | {"rounds": 6})
+    assert_same_run(again[3], fadamgc.simulate(**grid[3], **options | {"rounds": 6}))
+
+
+def test_many_runs_may_not_share_a_folder(tmp_path):
+    grid = [{"seed": 0, "checkpoint": tmp_path / "c"}, {"seed": 1, "checkpoint": tmp_path / "x" / ".." / "c"}]
+    with pytest.raises(fadamgc.InputError, match=r"runs\[0\] and runs\[1\] have the same checkpoint="):
+        fadamgc.simulate_many(grid, algorithm=fadamgc.FAdamGC(), task=class_task(), rounds=1)
+    assert not (tmp_path / "c").exists()
+
+
+def test_temporary_files_of_a_living_process_stay(tmp_path):
+    sleeper = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        (tmp_path / "c").mkdir()
+        living = tmp_path / "c" / f".checkpoint.json.{sleeper.pid}-0123abcd.tmp"
+        living.touch()
+        gone = tmp_path / "c" / ".checkpoint.json.999999999-0123abcd.tmp"
+        gone.touch()
+        mine = tmp_path / "c" / f".checkpoint.{os.getpid()}-0123abcd.tmp"  # of one with the same number
+        mine.touch()
+        simulate(tmp_path / "c")
+        assert living.exists()
+        assert not gone.exists()
+        assert not mine.exists()
+    finally:
+        sleeper.communicate(b"\n", timeout=60)
+
+
+def test_the_states_of_a_run_that_was_extended_are_not_given(tmp_path):
+    first = simulate(tmp_path / "c", rounds=3, states="files")
+    expected = [client.y.clone() for client in first.clients]
+    as_it_is = simulate(tmp_path / "c", rounds=3, states="files")  # nothing is written
+    assert all(torch.equal(a, client.y) for a, client in zip(expected, first.clients, strict=True))
+    first.save(tmp_path / "saved")
+    simulate(tmp_path / "c", rounds=6, states="files")
+    for early in (first, as_it_is):
+        with pytest.raises(fadamgc.CheckpointError, match="has been written by a later run"):
+            list(early.clients)
+        with pytest.raises(fadamgc.CheckpointError, match="has been written by a later run"):
+            early.save(tmp_path / "saved")
+    saved = fadamgc.load_run(tmp_path / "saved")  # what was there before the attempt
+    assert all(torch.equal(a, client.y) for a, client in zip(expected, saved.clients, strict=True))
+
+
+def test_a_new_run_in_the_same_place_leaves_an_old_one_its_states(tmp_path):
+    first = simulate(tmp_path / "c", rounds=3, states="files")
+    expected = [client.y.clone() for client in first.clients]
+    for path in (tmp_path / "c").glob("checkpoint*"):
+        path.unlink()
+    simulate(tmp_path / "c", rounds=3, states="files", seed=1)
+    assert all(torch.equal(a, client.y) for a, client in zip(expected, first.clients, strict=True))
+
+
+# What a checkpoint costs, and what it leaves behind.
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="needs Linux to count written bytes")
+@pytest.mark.parametrize("states", ["memory", "files"])
+def test_a_checkpoint_costs_what_has_changed(tmp_path, states):
+    """Late rounds write no more than early ones, though the history is long and all clients have a state."""
+
+    def count(end):
+        counters = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+        written.append(int(counters["wchar"]))
+
+    written: list[int] = []
+    task = class_task(sizes=(4,) * 40)
+    simulate(tmp_path / "c", task=task, rounds=150, sampled=2, tracked=1, states=states, callbacks=[count])
+    each = [b - a for a, b in pairwise(written)]
+    assert sum(each[-10:]) < 1.2 * sum(each[:10])
+
+
+def test_a_checkpoint_needs_no_copy_of_the_states():
+    """Writing 240 MB of states takes far less memory than that."""
+    code = f"""
+import resource, sys, tempfile
+sys.path.insert(0, {str(HERE)!r})
+import fadamgc, torch
+data = [(torch.zeros(1, 500), torch.zeros(1, dtype=torch.long))] * 20
+task = fadamgc.Task(torch.nn.Linear(500, 2000), torch.nn.functional.cross_entropy, data)
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+options = dict(rounds=1, local_steps=1, batch_size=1, executor="loop", states="memory")
+with tempfile.TemporaryDirectory() as folder:
+    fadamgc.simulate(fadamgc.FAdamGC(), task, checkpoint=folder, **options | dict(rounds=0))
+    run = fadamgc.simulate(fadamgc.FAdamGC(), task, **options)
+    before = peak()
+    fadamgc.simulate(fadamgc.FAdamGC(), task, checkpoint=folder + "/c", **options | dict(rounds=0))
+    run.save(folder + "/run")
+    from fadamgc.sim.checkpoint import Checkpoint
+    checkpoint = Checkpoint(fadamgc.sim.checkpoint.Path(folder) / "d")
+    checkpoint.write(run)
+    print(peak() - before)
+"""
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300
+    )
+    assert int(out.stdout) < 100e6
+
+
+def test_states_and_checkpoints_are_the_users_alone(tmp_path):
+    umask = os.umask(0)
+    try:
+        run = simulate(tmp_path / "c")
+        run.save(tmp_path / "run")
+    finally:
+        os.umask(umask)
+    assert (tmp_path / "c").stat().st_mode & 0o777 == 0o700
+    for path in (tmp_path / "c").rglob("checkpoint*"):
+        assert path.stat().st_mode & 0o777 == 0o600, path
+    assert (tmp_path / "c" / "states").stat().st_mode & 0o777 == 0o700
+    assert (tmp_path / "c" / "states" / "states.bin").stat().st_mode & 0o777 == 0o600
+    (tensors,) = (tmp_path / "run").glob("*.safetensors")
+    assert tensors.stat().st_mode & 0o777 == 0o600
+
+
+OPERATIONS = ("fsync", "replace", "pwrite", "open")
+
+
+@pytest.mark.parametrize("states", ["memory", "files"])
+def test_a_failure_at_every_file_operation_loses_nothing(tmp_path, monkeypatch, states):
+    """Whatever operation fails, the folder resumes to the same bits, and the error is one of ours."""
+    whole = simulate(None, resume=False, rounds=3, executor="loop")
+    real = {name: getattr(os, name) for name in OPERATIONS}
+
+    def failing(name):
+        def operation(*arguments, **named):
+            nonlocal left
+            if armed and str(arguments[0]).startswith(("/proc", "/sys", "/dev")) is False:
+                left -= 1
+                if left == 0:
+                    raise OSError(28, "No space left on device")
+            return real[name](*arguments, **named)
+
+        return operation
+
+    armed, left = False, 0
+    messages: list[str] = []
+    for name in real:
+        monkeypatch.setattr(os, name, failing(name))
+    for at in range(1, 200):
+        folder = tmp_path / str(at)
+        armed, left = True, at
+        try:
+            simulate(folder, rounds=3, states=states, executor="loop")
+            done = True
+        except fadamgc.CheckpointError as error:
+            messages.append(str(error))
+            done = False
+        finally:
+            armed = False
+        assert_same_run(simulate(folder, rounds=3, states=states, executor="loop"), whole)
+        if done and left > 0:
+            break
+    assert len(messages) > 20
+    assert all("No space left" in message for message in messages)
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+# Files of the version before, and forged ones.
+
+
+def as_format_1(folder: Path, in_files: bool) -> None:
+    """Rewrite a checkpoint as the first version wrote it."""
+    run = fadamgc.load_run(folder)
+    slots = None
+    tensors = server_tensors(run)
+    if in_files:
+        slots = {
+            str(i): [s, run.clients.slots.crc[s]]
+            for i in run.clients.participants
+            for s in [run.clients.slot(i)]
+        }
+    else:
+        for i in run.clients.participants:
+            tensors |= {f"client.{i}.{key}": value for key, value in run.clients[i]._asdict().items()}
+    content = described(run) | {
+        "participants": run.clients.participants,
+        "has_states": True,
+        "slots": slots,
+        "history": [record.to_json() for record in run.history],
+    }
+    write_bundle(folder, "checkpoint", content, tensors)
+    (folder / "checkpoint.jsonl").unlink()
+    if not in_files:
+        (folder / "states" / "states.bin").unlink()
+
+
+@pytest.mark.parametrize("before", ["memory", "files"])
+@pytest.mark.parametrize("after", ["memory", "files"])
+def test_a_checkpoint_of_the_first_format_resumes(tmp_path, before, after):
+    whole = simulate(None, resume=False, rounds=6)
+    simulate(tmp_path / "c", rounds=3)
+    as_format_1(tmp_path / "c", in_files=before == "files")
+    assert_same_run(fadamgc.load_run(tmp_path / "c"), simulate(None, resume=False, rounds=3))
+    simulate(tmp_path / "c", rounds=4, states=after)
+    assert_same_run(simulate(tmp_path / "c", rounds=6, states=after), whole)
+
+
+FORGED = [
+    {"n": "many"},
+    {"n": 3},
+    {"n": 10**400},
+    {"settings": []},
+    {"settings": {"algorithm": "fadamgc", "hyperparameters": None}},
+    {"settings": {"algorithm": "fadamgc", "hyperparameters": {"eta_l": "big"}}},
+    {"settings": {"algorithm": "fadamgc", "hyperparameters": {"eta_x": 1.0}}},
+    {"cost": {"up_mbps": [1, 2]}},
+    {"cost": None},
+    {"goal": "up"},
+    {"environment": None},
+    {"participants": [99]},
+    {"participants": ["0"]},
+    {"participants": None},
+    {"history": [{"round": 1}]},
+    {"history": "none"},
+    {"tensors": "../evil.safetensors"},
+    {"tensors": 5},
+]
+
+
+@pytest.mark.parametrize("forged", FORGED, ids=str)
+def test_forged_runs_are_refused(tmp_path, forged):
+    simulate(None, resume=False).save(tmp_path / "run")
+    path = tmp_path / "run" / "run.json"
+    body = json.loads(path.read_text()) | forged
+    del body["sha256"]
+    path.write_text(json.dumps({"sha256": files._digest(body), **body}))
+    with pytest.raises(
+        fadamgc.CheckpointError, match="run.* (is not a run of this version|names no tensor file)"
+    ):
+        fadamgc.load_run(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {},
+        [],
+        {"record": {}},
+        {"record": None},
+        {"slots": {"99": [0, 0]}},
+        {"slots": {"x": [0, 0]}},
+        {"slots": {"0": [10**9, 0]}},
+        {"slots": {"0": [1, 0], "1": [1, 0]}},
+        {"slots": {"0": "ab"}},
+    ],
+    ids=str,
+)
+def test_forged_journals_are_refused(tmp_path, line):
+    simulate(tmp_path / "c")
+    path = tmp_path / "c" / "checkpoint.json"
+    body = json.loads(path.read_text())
+    journal = files.Journal(tmp_path / "c" / "checkpoint.jsonl")
+    list(journal.read(body["journal"], path))
+    journal.append([line])
+    body["journal"] = journal.mark()
+    del body["sha256"]
+    path.write_text(json.dumps({"sha256": files._digest(body), **body}))
+    with pytest.raises(fadamgc.CheckpointError, match="not a run of this version|is damaged"):
+        simulate(tmp_path / "c", rounds=6)
+
+
+def test_a_packed_record_is_not_unpacked_without_a_limit(tmp_path):
+    (tmp_path / "run.json.gz").write_bytes(gzip.compress(b" " * 300_000_000, compresslevel=9))
+    with pytest.raises(fadamgc.CheckpointError, match="is not a record"):
+        fadamgc.load_run(tmp_path)
+
+
+def test_states_in_files_travel_to_another_process():
+    run = simulate(None, resume=False, states="files")
+    there = pickle.loads(pickle.dumps(run.clients))
+    assert [c.y.tolist() for c in there] == [c.y.tolist() for c in run.clients]

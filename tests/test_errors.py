@@ -319,6 +319,46 @@ def test_if_all_are_dropped_the_server_stands_still():
     assert run.history[1].test_loss == run.history[0].test_loss == alone.history[0].test_loss
 
 
+@pytest.mark.parametrize("on_nonfinite", ["error", "drop"])
+def test_a_server_that_is_not_finite_is_named(on_nonfinite):
+    """All updates are finite, and the step of the server is too large: no client is to blame."""
+    task = class_task()
+    with pytest.raises(fadamgc.NonFiniteError, match="the server's x is not finite after round 1") as error:
+        fadamgc.simulate(fadamgc.FedAvg(eta_l=1e3, eta_g=1e37), task, rounds=3, on_nonfinite=on_nonfinite)
+    assert error.value.client is None
+    assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)
+
+
+def test_an_initial_model_that_is_not_finite_is_refused():
+    task = class_task()
+    with torch.no_grad():
+        next(task.model.parameters()).view(-1)[0] = float("nan")
+    for on_nonfinite in ("error", "drop"):
+        with pytest.raises(fadamgc.InputError, match="model has parameters or buffers that are not finite"):
+            fadamgc.simulate(fadamgc.FedAvg(), task, rounds=1, on_nonfinite=on_nonfinite)
+
+
+def test_a_gradient_at_the_start_that_is_not_finite_is_named():
+    task = class_task(sizes=(4, 4, 4))
+    task.pairs[1][0][0] = float("inf")
+    with pytest.raises(fadamgc.NonFiniteError, match="gradient of client 1 at the initial model"):
+        fadamgc.simulate(fadamgc.FAdamGC(init="gradient"), task, rounds=1)
+
+
+def test_a_run_that_has_lost_its_clients_ends_with_an_error(tmp_path):
+    """Once the updates of most clients were dropped in a row, there is nothing to wait for."""
+    task, algo = class_task(sizes=(6,) * 8), fadamgc.FedAvg(eta_l=1e39)
+    options = {"rounds": 20, "sampled": 2, "local_steps": 3, "on_nonfinite": "drop", "executor": "loop"}
+    with pytest.raises(fadamgc.NonFiniteError, match="no client is left in round .* 8 clients") as whole:
+        fadamgc.simulate(algo, task, **options)
+    assert whole.value.round >= 3
+    options |= {"checkpoint": tmp_path / "c"}
+    fadamgc.simulate(algo, task, **options | {"rounds": 2})
+    with pytest.raises(fadamgc.NonFiniteError) as resumed:
+        fadamgc.simulate(algo, task, resume=True, **options)
+    assert str(resumed.value) == str(whole.value)
+
+
 def test_overflow_of_a_second_moment_is_seen():
     """A gradient whose square overflows leaves x finite and v infinite: the client would never move again."""
     task = fadamgc.Task(

@@ -209,3 +209,26 @@ def test_fadamgc_is_ahead_of_local_adam_on_digits(seed):
     local = rounds(fadamgc.LocalAdam(eta_l=3e-3))
     assert full < local
     assert half < local
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("executor", ["loop", "threads", "vectorized"])
+@pytest.mark.parametrize("name", ["fadamgc", "scaffold"])
+def test_in_16_bits_y_is_the_mean_of_the_y_i(dtype, executor, name):
+    """Gradients are computed in 16 bits; what is kept, sent and added is float32."""
+    algo, task = fadamgc.make_algorithm(name, eta_l=0.01), class_task()
+    options = {
+        "rounds": 30,
+        "sampled": 3,
+        "tracked": 2,
+        "local_steps": 4,
+        "batch_size": 8,
+        "executor": executor,
+    }
+    run = fadamgc.simulate(algo, task, dtype=dtype, **options)
+    mean = torch.stack([client.y for client in run.clients]).mean(0)
+    assert run.x.dtype == run.server.y.dtype == mean.dtype == torch.float32
+    assert (run.server.y - mean).abs().max() < 1e-5 * mean.abs().max()
+    wide = fadamgc.simulate(algo, task, **options)
+    assert run.history[-1].train_loss == pytest.approx(wide.history[-1].train_loss, rel=0.05)
+    assert run.history[-1].bytes_up == wide.history[-1].bytes_up  # the messages are float32

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import os
 import resource
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ import torch
 
 import fadamgc
 from fadamgc.sim import states
-from fadamgc.sim.states import ClientStates, FileStates
+from fadamgc.sim.states import ClientStates, FileStates, Slots
 from problems import class_task, settings_for
 
 SHORT = {"rounds": 6, "local_steps": 3, "batch_size": 8, "seed": 2}
@@ -59,18 +61,25 @@ def test_states_that_were_never_touched_take_no_room(tmp_path):
     assert (tmp_path / "c" / "states" / "states.bin").stat().st_size <= 3 * slot
 
 
-def test_a_temporary_folder_goes_with_the_run():
-    run = simulate(fadamgc.FAdamGC(), states="files")
-    folder = run.clients.folder
-    assert folder.exists()
+def test_a_temporary_file_of_states_has_no_name(tmp_path, monkeypatch):
+    """So nothing is left behind, also by a process that is killed."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    seen = []
+    run = simulate(
+        fadamgc.FAdamGC(), states="files", callbacks=[lambda end: seen.extend(tmp_path.rglob("*"))]
+    )
+    assert not seen
+    opened = run.clients.slots._file
+    os.fstat(opened)
     del run
     gc.collect()
-    assert not folder.exists()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(opened)
 
 
 def test_a_round_that_fails_leaves_the_states_as_they_were():
     initial = (torch.zeros(4), torch.zeros(1))
-    kept = FileStates(3, _State(*initial))
+    kept = FileStates(3, _State(*initial), Slots(_State(*initial)))
     kept.update({1: kept.stage(_State(torch.ones(4), torch.tensor([5.0])))})
     staged = kept.stage(_State(torch.full((4,), 9.0), torch.zeros(1)))
     kept.drop([staged])
@@ -81,7 +90,8 @@ def test_a_round_that_fails_leaves_the_states_as_they_were():
 
 
 def test_slots_of_the_last_checkpoint_are_not_written():
-    kept = FileStates(1, _State(torch.zeros(2), torch.zeros(1)), checked=True)
+    initial = _State(torch.zeros(2), torch.zeros(1))
+    kept = FileStates(1, initial, Slots(initial))
 
     def put(value: float) -> int:
         slot = kept.stage(_State(torch.full((2,), value), torch.zeros(1)))
@@ -89,17 +99,16 @@ def test_slots_of_the_last_checkpoint_are_not_written():
         return slot
 
     first = put(1)
-    kept.table()
-    kept.saved()
+    kept.slots.named([first])
     others = {put(value) for value in range(2, 8)}
     assert first not in others
-    kept.table()
-    kept.saved()
+    kept.slots.named([kept.slot(0)])
     assert first in {put(8), put(9)}
 
 
 def test_what_was_read_stays_as_it_was_read():
-    kept = FileStates(1, _State(torch.zeros(2), torch.zeros(1)))
+    initial = _State(torch.zeros(2), torch.zeros(1))
+    kept = FileStates(1, initial, Slots(initial))
     kept.update({0: kept.stage(_State(torch.ones(2), torch.zeros(1)))})
     read = kept[0]
     read.a.add_(1)  # and nothing of that reaches the file
@@ -113,7 +122,7 @@ def test_a_damaged_file_is_refused(tmp_path, damage):
     data = bytearray(file.read_bytes())
     data = data[:-100] if damage == "shorter" else data[:8] + bytes([data[8] ^ 1]) + data[9:]
     file.write_bytes(data)
-    with pytest.raises(fadamgc.CheckpointError, match="states.bin is damaged: the state of client"):
+    with pytest.raises(fadamgc.CheckpointError, match="states.bin is damaged: "):
         simulate(fadamgc.FAdamGC(), states="files", checkpoint=tmp_path / "c", resume=True)
 
 

@@ -28,12 +28,20 @@ from fadamgc.algorithms import (
     make_algorithm,
     register,
 )
-from fadamgc.errors import CheckpointError, FadamgcError, InputError, NonFiniteError
+from fadamgc.errors import (
+    CheckpointError,
+    CheckpointInUseError,
+    FadamgcError,
+    InputError,
+    NonFiniteError,
+    OtherRunError,
+)
 from fadamgc.optim import ClientOptimizer
+from fadamgc.sim.checkpoint import load_run
 from fadamgc.sim.cost import CostModel
 from fadamgc.sim.engine import RoundEnd, simulate
 from fadamgc.sim.many import simulate_many
-from fadamgc.sim.run import Record, Run, load_run
+from fadamgc.sim.run import Record, Run
 from fadamgc.task import Task
 
 __version__ = "0.1.0"
@@ -42,6 +50,7 @@ __all__ = [
     "FANT",
     "Algorithm",
     "CheckpointError",
+    "CheckpointInUseError",
     "ClientOptimizer",
     "Cohort",
     "CostModel",
@@ -55,6 +64,7 @@ __all__ = [
     "InputError",
     "LocalAdam",
     "NonFiniteError",
+    "OtherRunError",
     "Record",
     "RoundEnd",
     "Run",

@@ -23,28 +23,40 @@ class CheckpointError(FadamgcError):
     """A checkpoint or a saved run that is damaged, incomplete or of another experiment."""
 
 
+class OtherRunError(CheckpointError):
+    """A checkpoint of another run: its algorithm, its settings or its task differ."""
+
+
+class CheckpointInUseError(CheckpointError):
+    """A checkpoint folder that another run is using at this moment."""
+
+
 class ClientError(FadamgcError):
     """The model or the loss failed on one client's data; the message names client, round and step."""
 
 
 class NonFiniteError(FadamgcError):
-    """A client's update was not finite.
+    """A client's update was not finite, or the server's state after a round.
 
     Attributes:
-        client: number of the client.
+        client: number of the client; None where all updates were finite and the server's state was not, or
+            where no client was left.
         round: round in which it happened, counted from 1.
         step: local step in which it happened, counted from 1; None where a replay did not show it.
+        what: what was not finite, or the whole message if ``client`` is None.
     """
 
-    def __init__(self, client: int, round: int, step: int | None, what: str) -> None:
+    def __init__(self, client: int | None, round: int, step: int | None, what: str) -> None:
         self.client, self.round, self.step, self.what = client, round, step, what
         where = "at an unknown local step" if step is None else f"at local step {step}"
         super().__init__(
-            f"client {client} produced a non-finite {what} in round {round}, {where}; "
+            what
+            if client is None
+            else f"client {client} produced a non-finite {what} in round {round}, {where}; "
             'lower eta_l, look at that client\'s data, or pass on_nonfinite="drop" to go on without it'
         )
 
-    def __reduce__(self) -> tuple[type[NonFiniteError], tuple[int, int, int | None, str]]:
+    def __reduce__(self) -> tuple[type[NonFiniteError], tuple[int | None, int, int | None, str]]:
         return type(self), (self.client, self.round, self.step, self.what)
 
 

@@ -1,8 +1,9 @@
-"""Files that are either there in full or not at all.
+"""Files that are complete or absent.
 
-A *bundle* is a folder with tensors (safetensors) and everything else (JSON). The JSON file is the last
-to be written and names the tensor file with its digest, so a process killed at any moment leaves the
-bundle that was there before, or the new one.
+A *bundle* is a folder with tensors (safetensors) and everything else (JSON). The JSON file is written last
+and names the tensor file with its digest, so a process that is killed at any moment leaves the previous
+bundle or the new one. A *journal* is a file of JSON lines that only grows; a bundle names how much of it
+counts, with a digest, so a line that was written but never named does not count.
 """
 
 from __future__ import annotations
@@ -12,52 +13,107 @@ import hashlib
 import json
 import logging
 import os
+import re
 import secrets
-import time
+import tempfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from safetensors import SafetensorError
-from safetensors.torch import load, save
+import torch
+from filelock import BaseFileLock, FileLock, Timeout
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from fadamgc.errors import CheckpointError
+from fadamgc.errors import CheckpointError, CheckpointInUseError
 
 FORMAT = 1
+LOCK = ".lock"
 ROOM = 8 << 30  # bytes that arrays of one kind may take in the cache
+CHUNK = 1 << 22  # bytes that are read at a time
+MOST_UNPACKED = 1 << 30  # bytes of a packed record; records of real runs pack at most 100 times smaller
+MOST_RATIO, SMALL = 300, 1 << 20
 
 log = logging.getLogger("fadamgc")
 
 
-def write_atomic(path: Path, data: bytes | Callable[[BinaryIO], object]) -> None:
+def write_atomic(path: Path, data: bytes | Callable[[BinaryIO], object], private: bool = False) -> None:
     """Write a file so that a reader sees the old content or the new, whatever happens meanwhile.
 
     Args:
-        path: where.
-        data: the content, or what writes it.
+        path: the file.
+        data: the content, or a function that writes it.
+        private: nobody but the user may read the file, at no moment.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+    with _replacing(path.parent, path.name, private) as (file, finish):
+        if callable(data):
+            data(file)
+        else:
+            file.write(data)
+        finish(path)
+    remove_leftovers(path.parent, path.name)
+
+
+_being_written: set[str] = set()  # names of temporary files of this process
+
+
+@contextmanager
+def _replacing(folder: Path, name: str, private: bool) -> Iterator[tuple[BinaryIO, Callable[[Path], None]]]:
+    """A temporary file, and a function that gives the complete file its name."""
+    temporary = folder / f".{name}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
+    _being_written.add(temporary.name)
     try:
-        with open(temporary, "wb") as file:
-            if callable(data):
-                data(file)
-            else:
-                file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        mode = 0o600 if private else 0o666
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+
+            def finish(path: Path) -> None:
+                file.flush()
+                os.fsync(file.fileno())
+                os.replace(temporary, path)
+                sync_folder(folder)
+
+            yield file, finish
     finally:
         temporary.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
+        _being_written.discard(temporary.name)
+
+
+def sync_folder(folder: Path) -> None:
+    """Have the folder's list of files on the disk; where a folder cannot be opened (Windows), do nothing."""
     try:
-        os.fsync(folder)
+        opened = os.open(folder, os.O_RDONLY)
+    except PermissionError:
+        return
+    try:
+        os.fsync(opened)
     finally:
-        os.close(folder)
+        os.close(opened)
+
+
+def remove_leftovers(folder: Path, name: str) -> None:
+    """Remove temporary files of a name that killed processes have left; those of living ones stay."""
+    for path in folder.glob(f".{name}*.tmp"):
+        found = re.fullmatch(r".*\.(\d+)-[0-9a-f]{8}\.tmp", path.name)
+        if found and path.name not in _being_written and not _alive(int(found[1])):
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+
+
+def _alive(pid: int) -> bool:
+    """Whether another process has this number. This process knows its own temporary files."""
+    if pid == os.getpid():
+        return False
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except OSError:
+        return True  # somebody else's, or not to be known
+    return True
 
 
 def cache_folder() -> Path:
@@ -115,33 +171,130 @@ def config_file() -> Path:
     return Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "fadamgc" / "config.toml"
 
 
-def make_folder(folder: Path) -> None:
-    """Make a folder and see that it can be written to, before work is done for it."""
-    probe = folder / f".{os.getpid()}.tmp"
+def make_folder(folder: Path, private: bool = False) -> None:
+    """Make a folder and see that it can be written to, before work is done for it.
+
+    Args:
+        folder: the folder; one that exists keeps its permissions.
+        private: a folder that is made here is the user's alone.
+    """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe.touch()
-        probe.unlink()
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700 if private else 0o777, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):  # no name, so nothing is left behind
+            pass
     except OSError as error:
-        raise CheckpointError(f"{folder} cannot be written: {error.strerror}") from error
+        raise unwritable(folder, error) from error
 
 
-def write_bundle(folder: Path, name: str, content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Write ``name.json`` and its tensors into a folder, replacing what was there."""
-    make_folder(folder)
+def private_folder(folder: Path) -> None:
+    """Make a folder that only the user may read; close one of the user's own that exists to others."""
+    make_folder(folder, private=True)
+    if hasattr(os, "getuid") and folder.stat().st_uid == os.getuid():
+        folder.chmod(0o700)
+
+
+def unwritable(path: Path, error: OSError) -> CheckpointError:
+    """The error for a folder or a file that cannot be written, such as on a full disk."""
+    return CheckpointError(f"{path} cannot be written: {error.strerror or error}")
+
+
+# Bundles.
+
+
+class LazyTensor(NamedTuple):
+    """A tensor that is read when it is written, so that not all of them are in memory at the same time."""
+
+    like: Tensor  # of the same type and shape; its numbers are not looked at
+    read: Callable[[], Tensor]
+
+
+def write_bundle(
+    folder: Path,
+    name: str,
+    content: Mapping[str, Any],
+    tensors: Mapping[str, Tensor | LazyTensor],
+    *,
+    format: int = FORMAT,
+    private: bool = False,
+) -> None:
+    """Write ``name.json`` and its tensors into a folder, replacing an earlier bundle of that name.
+
+    Tensors go to the file one after the other; no copy of all of them is made. The tensor file is always
+    readable by the user alone, because clients' states tell of their data; with ``private`` the JSON file is
+    as well.
+    """
+    make_folder(folder, private)
     file, digest = None, None
-    if tensors:
-        data = save({key: value.detach().cpu().contiguous().clone() for key, value in tensors.items()})
-        digest = hashlib.sha256(data).hexdigest()
-        file = f"{name}-{digest[:16]}.safetensors"
-        write_atomic(folder / file, data)
-    body = {"format": FORMAT, "tensors": file, "tensors_sha256": digest, **content}
-    write_atomic(folder / f"{name}.json", _lines({"sha256": _digest(body), **body}).encode())
+    try:
+        if tensors:
+            with _replacing(folder, name, private=True) as (stream, finish):
+                digest = _write_tensors(stream, tensors)
+                file = f"{name}-{digest[:16]}.safetensors"
+                finish(folder / file)
+        body = {"format": format, "tensors": file, "tensors_sha256": digest, **content}
+        text = _lines({"sha256": _digest(body), **body})
+        write_atomic(folder / f"{name}.json", text.encode(), private)
+    except OSError as error:
+        raise unwritable(folder, error) from error
     for other in folder.glob(f"{name}-*.safetensors"):
         if other.name != file:
             other.unlink(missing_ok=True)
-    for leftover in folder.glob(f".{name}*.tmp"):  # of a process that was killed
-        leftover.unlink(missing_ok=True)
+    remove_leftovers(folder, name)
+
+
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+}
+
+
+def _write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor | LazyTensor]) -> str:
+    """Write tensors in the format of safetensors, one at a time; return the digest of the file.
+
+    The library's own writer wants all tensors at once and gives no digest.
+    """
+    likes = {key: t.like if isinstance(t, LazyTensor) else t for key, t in tensors.items()}
+    order = sorted(likes, key=lambda key: -likes[key].element_size())  # so that every tensor is aligned
+    header: dict[str, Any] = {}
+    end = 0
+    for key in order:
+        like = likes[key]
+        if like.dtype not in _NAMES:
+            raise CheckpointError(f"{key} of type {like.dtype} cannot be saved; use a type such as float32")
+        begin, end = end, end + like.numel() * like.element_size()
+        header[key] = {"dtype": _NAMES[like.dtype], "shape": list(like.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    sha = hashlib.sha256()
+    for part in _parts(len(text).to_bytes(8, "little") + text, order, tensors):
+        sha.update(part)
+        file.write(part)
+    return sha.hexdigest()
+
+
+def _parts(
+    first: bytes, order: Iterable[str], tensors: Mapping[str, Tensor | LazyTensor]
+) -> Iterator[bytes | memoryview]:
+    yield first
+    for key in order:
+        value = tensors[key]
+        yield tensor_bytes(value.read() if isinstance(value, LazyTensor) else value)
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """The numbers of a tensor as bytes; a contiguous tensor on the CPU is not copied."""
+    array: Any = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    return memoryview(array)
 
 
 def has_bundle(folder: Path, name: str) -> bool:
@@ -155,71 +308,167 @@ def _bundle(folder: Path, name: str) -> Path:
     return packed if packed.exists() and not plain.exists() else plain
 
 
-def read_bundle(folder: Path, name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def read_bundle(
+    folder: Path, name: str, formats: tuple[int, ...] = (FORMAT,)
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Read a bundle back, refusing anything that is not byte for byte what was written."""
     path = _bundle(folder, name)
     try:
         data = path.read_bytes()
-        body = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
+        body = json.loads(_unpacked(path, data) if path.suffix == ".gz" else data)
+        content = body if isinstance(body, dict) else {}
+        digest = _digest({key: value for key, value in content.items() if key != "sha256"})
     except (FileNotFoundError, NotADirectoryError):
         others = sorted(other.name for other in folder.glob("*.json"))
         hint = f"; the folder holds {', '.join(others)}" if others else ""
         raise CheckpointError(f"{path} does not exist{hint}") from None
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except RecursionError:
+        raise CheckpointError(f"{path} cannot be read (nested too deeply); it is damaged") from None
+    except (OSError, EOFError, zlib.error, ValueError) as error:
         raise CheckpointError(
             f"{path} cannot be read ({error}); it is truncated or not of this kind"
         ) from error
-    if not isinstance(body, dict) or "sha256" not in body or "format" not in body:
+    if not isinstance(body, dict) or not {"sha256", "format", "tensors"} <= body.keys():
         raise CheckpointError(f"{path} is not a file of fadamgc: it has no digest and format")
-    if body["format"] != FORMAT:
-        raise CheckpointError(f"{path} has format {body['format']!r}; this version reads format {FORMAT}")
-    if _digest({key: value for key, value in body.items() if key != "sha256"}) != body["sha256"]:
+    if body["format"] not in formats:
+        known = " and ".join(map(str, formats))
+        raise CheckpointError(
+            f"{path} has format {str(body['format'])[:80]}; this version reads format {known}"
+        )
+    if digest != body["sha256"]:
         raise CheckpointError(
             f"{path} was altered after it was written: its content does not match its sha256"
         )
     if body["tensors"] is None:
         return body, {}
-    tensor_path = folder / body["tensors"]
+    if not isinstance(body["tensors"], str) or Path(body["tensors"]).name != body["tensors"]:
+        raise CheckpointError(f"{path} names no tensor file in its folder: {str(body['tensors'])[:80]!r}")
+    return body, _read_tensors(folder / body["tensors"], path, body.get("tensors_sha256"))
+
+
+def _unpacked(path: Path, data: bytes) -> bytes:
+    """The content of a packed file, unless that is far larger than any record packs."""
+    most = min(MOST_UNPACKED, max(SMALL, MOST_RATIO * len(data)))
+    with gzip.open(path) as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise CheckpointError(f"{path} holds more than {most} bytes in {len(data)}: it is not a record")
+    return content
+
+
+def _read_tensors(path: Path, named_by: Path, digest: Any) -> dict[str, Tensor]:
+    sha, size = hashlib.sha256(), 0
     try:
-        data = tensor_path.read_bytes()
+        with open(path, "rb") as file:
+            while chunk := file.read(CHUNK):
+                sha.update(chunk)
+                size += len(chunk)
     except OSError as error:
-        raise CheckpointError(f"{tensor_path}, named by {path}, cannot be read: {error.strerror}") from error
-    if hashlib.sha256(data).hexdigest() != body["tensors_sha256"]:
+        raise CheckpointError(f"{path}, named by {named_by}, cannot be read: {error.strerror}") from error
+    if sha.hexdigest() != digest:
         raise CheckpointError(
-            f"{tensor_path} was truncated or altered after it was written: its {len(data)} bytes do not "
-            f"match the sha256 in {path}"
+            f"{path} was truncated or altered after it was written: its {size} bytes do not "
+            f"match the sha256 in {named_by}"
         )
     try:
-        return body, load(data)
-    except SafetensorError as error:
-        raise CheckpointError(f"{tensor_path} is not a safetensors file: {error}") from error
+        with safe_open(path, framework="pt") as file:
+            # Copies: what is read must not change if somebody writes to the file later.
+            return {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is not a safetensors file: {error}") from error
+
+
+# Journals.
+
+
+class Journal:
+    """A file of JSON lines that only grows, with the digest of all lines so far.
+
+    Adding a line costs what that line costs, however long the file is.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.size, self._sha = path, 0, hashlib.sha256()
+
+    def mark(self) -> dict[str, Any]:
+        """How much of the file counts, for the bundle that names it."""
+        return {"bytes": self.size, "sha256": self._sha.hexdigest()}
+
+    def append(self, items: Iterable[Mapping[str, Any]]) -> None:
+        """Add lines after those that count; what a killed process wrote after them is removed."""
+        data = b"".join(json.dumps(item).encode() + b"\n" for item in items)
+        with open(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600), "r+b") as file:
+            file.truncate(self.size)
+            file.seek(self.size)
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        self.size += len(data)
+        self._sha.update(data)
+
+    def read(self, mark: Any, named_by: Path) -> Iterator[Any]:
+        """Read the lines that a mark counts; the next line goes after them."""
+        try:
+            size, digest = int(mark["bytes"]), mark["sha256"]
+            data = b""
+            if size:
+                with open(self.path, "rb") as file:
+                    data = file.read(size)
+        except (KeyError, TypeError, ValueError, OverflowError):
+            raise CheckpointError(f"{named_by} does not say how long {self.path.name} is") from None
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.path}, named by {named_by}, cannot be read: {error.strerror}"
+            ) from error
+        sha = hashlib.sha256(data)
+        if len(data) != size or sha.hexdigest() != digest:
+            raise CheckpointError(
+                f"{self.path} was truncated or altered after it was written: its first {size} bytes do not "
+                f"match the sha256 in {named_by}"
+            )
+        self.size, self._sha = size, sha
+        for line in data.splitlines():
+            try:
+                yield json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise CheckpointError(f"{self.path} has a line that is not JSON: {error}") from None
+
+
+# Locks.
+
+
+def lock(folder: Path, seconds: float = 0.0) -> BaseFileLock | None:
+    """Lock a folder for this process until ``release``; None if another user has it for all that time.
+
+    A process that is killed releases its locks. Two users in one process exclude each other as well.
+    """
+    made = FileLock(folder / LOCK, timeout=seconds, thread_local=False)
+    try:
+        made.acquire()
+    except Timeout:
+        return None
+    except OSError as error:
+        raise unwritable(folder, error) from error
+    return made
 
 
 @contextmanager
-def hold(folder: Path, seconds: float = 0.0) -> Iterator[bool]:
-    """Hold a folder, so that no other process does; whether it was to be had within so many seconds.
-
-    A process that is killed lets go. Where there are no such locks (Windows), everybody has it.
-    """
+def hold(folder: Path, seconds: float = 0.0, private: bool = False) -> Iterator[bool]:
+    """Lock a folder while the block runs; yield whether the lock was obtained within the seconds."""
+    make_folder(folder, private)
+    held = lock(folder, seconds)
     try:
-        import fcntl
-    except ImportError:
-        yield True
-        return
-    make_folder(folder)
-    until = time.monotonic() + seconds
-    with open(folder / ".lock", "w") as lock:
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() < until:
-                    time.sleep(0.05)
-                    continue
-                yield False
-            else:
-                yield True
-            return
+        yield held is not None
+    finally:
+        if held is not None:
+            held.release()
+
+
+def in_use(folder: Path) -> CheckpointInUseError:
+    """The error for a second user of a folder."""
+    return CheckpointInUseError(
+        f"{folder} is in use by another run, in this process or another; wait for it, or give another folder"
+    )
 
 
 def as_json(value: Any) -> Any:

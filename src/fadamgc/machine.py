@@ -1,13 +1,37 @@
-"""What the machine has."""
+"""What the machine offers to this process."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
+
+CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 def memory() -> int | None:
-    """Its memory in bytes; None where that cannot be known."""
+    """The memory in bytes that this process may use: the machine's, or a smaller limit; None if unknown."""
+    limits = [_physical(), _address_space(), *map(_cgroup, CGROUPS)]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _physical() -> int | None:
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
+        return None
+
+
+def _address_space() -> int | None:
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def _cgroup(path: str) -> int | None:
+    try:
+        return int(Path(path).read_text())
+    except (OSError, ValueError):  # no such file, or "max"
         return None

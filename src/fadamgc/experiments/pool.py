@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby, pairwise
@@ -33,7 +33,7 @@ from fadamgc.files import as_json, has_bundle
 from fadamgc.sim.cores import one_thread
 from fadamgc.sim.engine import Engine, Hooks, Makers, RoundEnd, prepare, simulate
 from fadamgc.sim.many import Share, advance
-from fadamgc.sim.run import Run, load_run
+from fadamgc.sim.run import Run, read_run
 from fadamgc.trackers import chosen
 
 ADAPTER = "adapter"  # of a run on texts, in peft's format
@@ -151,7 +151,7 @@ class Job:
         if not has_bundle(self.folder, "run"):
             return None
         try:
-            run = load_run(self.folder)
+            run = read_run(self.folder)
         except CheckpointError:
             return None  # damaged: it is made again
         return run if run.settings.get("job") == self.identity() else None
@@ -213,8 +213,11 @@ def execute(jobs: Sequence[Job], on_round: Callable[[int], bool]) -> list[Outcom
 
     share = Share()
     try:
-        with torch.inference_mode(False):
-            started = [job.start(partial(callback, i), share.makers) for i, job in enumerate(jobs)]
+        with torch.inference_mode(False), ExitStack() as stack:
+            started = []
+            for i, job in enumerate(jobs):
+                started.append(job.start(partial(callback, i), share.makers))
+                stack.callback(started[-1][0].close)
             advance(started, finished=finished)
     except OSError as error:  # a full disk, most likely; the last checkpoints are still there
         raise FadamgcError(

@@ -15,7 +15,7 @@ from fadamgc.experiments.pool import ADAPTER
 from fadamgc.experiments.reading import task_spec
 from fadamgc.experiments.runner import RUNS
 from fadamgc.experiments.spec import TextTask
-from fadamgc.sim.run import load_run
+from fadamgc.sim.run import read_run
 
 LABELS = {
     "glue/sst2": ("negative", "positive"),
@@ -82,7 +82,7 @@ def _task(folder: Path) -> TextTask:
         beside = [str(path.parent) for path in folder.parent.glob(f"*/{ADAPTER}")]
         hint = f"; it has {', '.join(inside)}" if inside else nearest(str(folder), beside)
         raise InputError(f"run={str(folder)!r} is no run on texts: {what}{hint}")
-    facts = load_run(folder).settings.get("job", {}).get("task", {})
+    facts = read_run(folder).settings.get("job", {}).get("task", {})
     task = task_spec(**facts)
     if not isinstance(task, TextTask):
         raise InputError(f"run={str(folder)!r} is no run on texts: its data are {task.data!r}")

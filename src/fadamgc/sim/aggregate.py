@@ -81,9 +81,10 @@ def in_order(results: Iterable[Result], jobs: Sequence[Job]) -> Iterator[Result]
 def finite(result: Result) -> bool:
     """Whether all that a client keeps and sends is finite."""
     known = () if result.finite else (*result.up, *result.state)
-    return all(map(_finite, (*known, *result.buffers.values())))
+    return all(map(all_finite, (*known, *result.buffers.values())))
 
 
-def _finite(t: Tensor) -> bool:
+def all_finite(t: Tensor) -> bool:
+    """Whether all numbers of a tensor are finite."""
     # A sum is not finite if a number is not; the other way round it may have overflowed.
     return math.isfinite(t.sum()) or bool(torch.isfinite(t).all())

@@ -8,6 +8,7 @@ import logging
 import reprlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from operator import index
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,9 +19,9 @@ import torch
 
 from fadamgc.algorithm import Algorithm, AnyAlgorithm, stand_in
 from fadamgc.algorithms import algorithm_name
-from fadamgc.errors import InputError, NonFiniteError
-from fadamgc.sim.aggregate import Sums, finite, in_order
-from fadamgc.sim.checkpoint import STATES, open_checkpoint, write_checkpoint
+from fadamgc.errors import CheckpointError, InputError, NonFiniteError
+from fadamgc.sim.aggregate import Sums, all_finite, finite, in_order
+from fadamgc.sim.checkpoint import Checkpoint
 from fadamgc.sim.cost import CostModel, Work, traffic
 from fadamgc.sim.executors import EXECUTORS, Executor, ExecutorChoice, Job, Plan, Result, Round, make_executor
 from fadamgc.sim.executors.loop import first_nonfinite_step
@@ -29,7 +30,7 @@ from fadamgc.sim.progress import progress_bar
 from fadamgc.sim.run import Record, Run, environment
 from fadamgc.sim.sampling import Draw, batches
 from fadamgc.sim.settings import Settings
-from fadamgc.sim.states import ClientStates, FileStates, too_large
+from fadamgc.sim.states import ClientStates, FileStates, Slots, too_large
 from fadamgc.task import Task
 
 log = logging.getLogger("fadamgc")
@@ -95,7 +96,8 @@ def simulate(
         on_nonfinite: "error", or "drop" to leave out a client whose update is not finite; its state
             stays as it was and the record names it.
         cost: how rounds are priced; a finished run can be priced again.
-        dtype: of model and data; None is the model's.
+        dtype: of model and data; None is the model's. With a 16-bit type, gradients are computed in that
+            type, and x, the clients' states and all that is sent and added are float32.
         device: where to compute; None is the model's.
         executor: "loop" (one client at a time: the reference), "threads" (one client a thread),
             "vectorized" (a block of clients at once, compiled in long runs), or "auto" (the fastest of
@@ -120,8 +122,9 @@ def simulate(
         3
     """
     arguments = dict(locals())
-    with torch.inference_mode(False):
+    with torch.inference_mode(False), ExitStack() as stack:
         engine, hooks = prepare(**arguments)
+        stack.callback(engine.close)
         label = f"{algorithm.title} on {task.name}"
         with progress_bar(progress, label, engine.settings.rounds, engine.t) as advance:
             while not engine.over():
@@ -131,7 +134,7 @@ def simulate(
                 if stops(hooks, end):
                     break
         engine.write()
-    return engine.result()
+        return engine.result()
 
 
 Hooks: TypeAlias = list[Callback]
@@ -225,28 +228,48 @@ class Engine:
         make: Makers,
     ) -> None:
         self.algorithm, self.task, self.settings, self.cost = algorithm, task, settings, cost
-        self.store, self.stored = store, -1
+        self.checkpoint: Checkpoint | None = None
+        self.stored = -1  # the round of the last checkpoint
         self.problem = make.problem(task, settings.dtype, device)
         self.weights = settings.weight_of(self.problem.size)
-        self.traffic = traffic(algorithm, self.problem.flat.d, self.problem.dtype, self.problem.buffers0)
+        self.traffic = traffic(algorithm, self.problem.flat.d, self.problem.x0.dtype, self.problem.buffers0)
+        if not all(map(all_finite, (self.problem.x0, *self.problem.buffers0.values()))):
+            raise InputError(
+                "model has parameters or buffers that are not finite before round 1; initialise it"
+            )
         self.t = 0
         self.history: list[Record] = []
         self.buffers = self.problem.buffers0
         self.setup: tuple[Work, ...] = ()
         self.states = self._where(states)
-        saved, compiled = None, None
         if store is not None:
-            saved = open_checkpoint(store, resume, self.identity(), algorithm, settings)
+            self.checkpoint = Checkpoint(store)
+        try:
+            self._open(resume, executor, make)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, resume: bool, executor: ExecutorChoice, make: Makers) -> None:
+        """The state before the next round, from the checkpoint if there is one."""
+        saved, compiled = None, None
+        if self.checkpoint is not None:
+            saved = self.checkpoint.resume(resume, self.identity(), self.algorithm, self.settings)
         if saved is not None:
-            self._take_up(saved)
+            self._resume(saved)
             if executor == "auto" and saved.settings["executor"] in EXECUTORS:
                 executor = saved.settings["executor"]  # another might differ in the last bit
             compiled = saved.settings.get("compiled")  # so might this one
         else:
             self._start()
         self.executor = make.executor(executor, self.problem, self.plan(), compiled)
-        if callable(task.metric):
-            self.problem.evaluate(self.server.x, self.buffers, settings.seed, 0)  # or fail now
+        if callable(self.task.metric):
+            self.problem.evaluate(self.server.x, self.buffers, self.settings.seed, 0)  # or fail now
+
+    def close(self) -> None:
+        """Unlock the checkpoint folder; the run so far can still be read."""
+        if self.checkpoint is not None:
+            self.checkpoint.close()
 
     def plan(self) -> Plan:
         """How large the run is."""
@@ -264,14 +287,21 @@ class Engine:
             whole=s.batch_size is None,
         )
 
-    def _take_up(self, saved: Run) -> None:
-        """Go on where another run was."""
-        device = self.problem.device
+    def _resume(self, saved: Run) -> None:
+        """Start where another run was."""
+        device, clients = self.problem.device, saved.clients
         self.server = _to(saved.server, device)
-        self.clients = saved.clients
-        if not isinstance(saved.clients, FileStates):
-            states = {i: _to(saved.clients[i], device) for i in saved.clients.participants}
-            self.clients = self._client_states(_to(saved.clients.initial, device), states)
+        if self.server.x.dtype != self.problem.x0.dtype:
+            raise CheckpointError(
+                f"the checkpoint has x of {self.server.x.dtype}, this version keeps {self.problem.x0.dtype}; "
+                "start again in another folder"
+            )
+        if isinstance(clients, FileStates):
+            clients.initial = clients.slots.like = _to(clients.initial, device)
+            self.clients = clients.in_memory() if self.states == "memory" else clients
+        else:  # of the first format, which had all states in one file of tensors
+            states = {i: _to(clients[i], device) for i in clients.participants}
+            self.clients = self._client_states(_to(clients.initial, device), states)
         self.buffers = {name: value.to(device) for name, value in saved.buffers.items()}
         self.history = saved.reprice(self.cost).history
         self.t = self.stored = len(saved.history)
@@ -287,6 +317,9 @@ class Engine:
         self.clients = self._client_states(algo.init_client(problem.x0))
         for i in range(n):
             g = problem.whole_gradient(problem.x0, self.buffers, i, self.settings.seed, 0)
+            if not all_finite(g):
+                message = f"the gradient of client {i} at the initial model is not finite; look at its data"
+                raise NonFiniteError(None, 0, None, message)
             self.clients.update({i: self.clients.stage(algo.init_client(problem.x0, g))})
             total = total + (g if self.weights is None else g * self.weights[i])
         self.server = algo.init_server(problem.x0, total / n)
@@ -301,7 +334,7 @@ class Engine:
             raise InputError(f"states={states!r} is not accepted; it must be 'auto', 'memory' or 'files'")
         if states != "auto":
             return states
-        plan, algo, x = self.plan(), self.algorithm, stand_in(self.problem.flat.d, self.problem.dtype)
+        plan, algo, x = self.plan(), self.algorithm, stand_in(self.problem.flat.d, self.problem.x0.dtype)
         most = self.problem.n if algo.init_gradient else min(self.problem.n, plan.rounds * plan.sampled)
         if not too_large(algo.init_client(x), most):
             return "memory"
@@ -311,8 +344,8 @@ class Engine:
     def _client_states(self, initial: Any, states: Mapping[int, Any] | None = None) -> ClientStates:
         if self.states == "memory":
             return ClientStates(self.problem.n, initial, states)
-        folder = None if self.store is None else self.store / STATES
-        made = FileStates(self.problem.n, initial, folder, checked=self.store is not None)
+        slots = Slots(initial) if self.checkpoint is None else self.checkpoint.new_slots(initial)
+        made = FileStates(self.problem.n, initial, slots)
         for i, state in (states or {}).items():
             made.update({i: made.stage(state)})
         return made
@@ -368,8 +401,10 @@ class Engine:
                 continue
             sums.add(job.client, len(job.batches.size), result.up, result.buffers, result.loss)
             staged[job.client] = self.clients.stage(result.state)
+        self._check_left(t, jobs, dropped)
         server = sums.aggregate(algo, self.server, problem.n)
         buffers = sums.mean_buffers(self.buffers)
+        self._check_server(t, server, buffers)
         evaluation: dict[str, float] = {}
         if t % settings.eval_every == 0 or t == settings.rounds:
             evaluation = problem.evaluate(server.x, buffers, settings.seed, t)
@@ -385,6 +420,39 @@ class Engine:
         )
         self.server, self.buffers, self.t = server, buffers, t
         return record
+
+    def _check_left(self, t: int, jobs: Sequence[Job], dropped: Sequence[int]) -> None:
+        """Refuse to continue when the updates of more than half of the clients, one round after the other,
+        have been dropped and none was left: it is the model that has diverged, and not a client."""
+        if len(dropped) < len(jobs):
+            return
+        gone = set(dropped)
+        for record in reversed(self.history):
+            if len(record.dropped) < len(record.sampled):
+                break
+            gone.update(record.dropped)
+        log.warning("round %d: no update was finite; all %d clients were dropped", t, len(jobs))
+        if 2 * len(gone) > self.problem.n:
+            raise NonFiniteError(
+                None,
+                t,
+                None,
+                f"no client is left in round {t}: since the last finite update, those of {len(gone)} of "
+                f"{self.problem.n} clients were not finite and were dropped; lower eta_l or eta_g",
+            )
+
+    def _check_server(self, t: int, server: Any, buffers: Buffers) -> None:
+        """Refuse a server that is not finite although every update was."""
+        named = {**server._asdict(), **buffers}
+        bad = [name for name, tensor in named.items() if not all_finite(tensor)]
+        if bad:
+            raise NonFiniteError(
+                None,
+                t,
+                None,
+                f"the server's {bad[0]} is not finite after round {t}, although all updates were; "
+                "lower eta_g or eta_l",
+            )
 
     def _job(self, round: Round, client: int, tracked: bool) -> Job:
         s = self.settings
@@ -405,7 +473,7 @@ class Engine:
             "clients": self.problem.n,
             "dtype": str(self.problem.dtype).removeprefix("torch."),
             **self.settings.to_json(),
-            **({} if self.store is None else {"fingerprint": self.problem.fingerprint}),
+            **({} if self.checkpoint is None else {"fingerprint": self.problem.fingerprint}),
         }
 
     def result(self) -> Run:
@@ -432,8 +500,8 @@ class Engine:
 
     def write(self) -> None:
         """Write a checkpoint, if there is a folder for it and something new to write."""
-        if self.store is not None and self.stored != self.t:
-            write_checkpoint(self.store, self.result())
+        if self.checkpoint is not None and self.stored != self.t:
+            self.checkpoint.write(self.result())
             self.stored = self.t
 
 

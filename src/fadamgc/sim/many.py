@@ -9,6 +9,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from itertools import pairwise
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -46,7 +47,8 @@ def simulate_many(
         errors: what to do if a run's update is not finite: "raise", or "return" the NonFiniteError in the
             place of the run and go on with the others.
         progress: show a progress bar, where there is a terminal to show it on.
-        common: the arguments that all runs have in common.
+        common: the arguments that all runs have in common. A ``checkpoint`` among them is a folder in which
+            each run has a folder of its own, ``run-0``, ``run-1`` and so on.
 
     Returns:
         The runs, in the order of ``runs``.
@@ -63,6 +65,7 @@ def simulate_many(
     if errors not in ("raise", "return"):
         raise InputError(f"errors={errors!r} is not accepted; it must be 'raise' or 'return'")
     every = [_arguments(i, own, common) for i, own in enumerate(runs)]
+    _check_folders(every)
     count = min(workers, len(every))
     if count <= 1:
         return _in_this_process(every, errors, progress)
@@ -74,6 +77,8 @@ def _arguments(i: int, own: Any, common: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(own, Mapping):
         raise InputError(f"runs[{i}]={own!r} is not accepted; give a dict of arguments of simulate")
     every = {**common, **own}
+    if common.get("checkpoint") is not None and "checkpoint" not in own:
+        every["checkpoint"] = Path(common["checkpoint"]) / f"run-{i}"
     for name in every:
         if name not in known:
             raise InputError(f"runs[{i}]: {name!r} is no argument of simulate{nearest(str(name), known)}")
@@ -81,6 +86,20 @@ def _arguments(i: int, own: Any, common: Mapping[str, Any]) -> dict[str, Any]:
         if name not in every:
             raise InputError(f"runs[{i}] has no {name}; give it there, or to all runs as {name}=...")
     return every
+
+
+def _check_folders(every: list[dict[str, Any]]) -> None:
+    """Refuse a checkpoint folder that two runs would share."""
+    owners: dict[Path, int] = {}
+    for i, arguments in enumerate(every):
+        if arguments.get("checkpoint") is None:
+            continue
+        first = owners.setdefault(Path(arguments["checkpoint"]).resolve(), i)
+        if first != i:
+            raise InputError(
+                f"runs[{first}] and runs[{i}] have the same checkpoint={str(arguments['checkpoint'])!r}; "
+                "give each its own folder, or give checkpoint once for all, and each gets a folder in it"
+            )
 
 
 def _in_processes(every: list[dict[str, Any]], errors: str, count: int) -> list[Any]:
@@ -105,10 +124,12 @@ def _in_this_process(every: list[dict[str, Any]], errors: str, progress: bool) -
     with torch.inference_mode(False):
         for first in range(0, len(every), AT_ONCE):
             share = Share()
-            engines = [
-                prepare(**arguments, make=share.makers) for arguments in every[first : first + AT_ONCE]
-            ]
-            outcomes += advance(engines, progress)
+            with ExitStack() as stack:
+                started = []
+                for arguments in every[first : first + AT_ONCE]:
+                    started.append(prepare(**arguments, make=share.makers))
+                    stack.callback(started[-1][0].close)
+                outcomes += advance(started, progress)
             failed = [outcome for outcome in outcomes if isinstance(outcome, FadamgcError)]
             if failed and errors == "raise":
                 raise failed[0]
@@ -132,6 +153,7 @@ def advance(
             engine.write()
             outcome = engine.result()
         outcomes[i] = outcome
+        engine.close()
         if finished is not None:
             finished(i, outcome)
 

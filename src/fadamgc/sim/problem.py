@@ -27,7 +27,10 @@ class Problem:
     """The functions that executors differentiate and the engine evaluates.
 
     Attributes:
-        x0: the trainable parameters of the task's model.
+        dtype: in which outputs, losses and gradients are computed.
+        x0: the trainable parameters of the task's model; float32 if ``dtype`` has 16 bits. Algorithms
+            compute in the type of x0: in 16 bits, small steps would be lost and y would drift from the mean
+            of the y_i.
         buffers0: the buffers that training changes.
         fixed: everything else in the model, by name.
         inputs, targets: the data of all clients, one after the other.
@@ -53,6 +56,8 @@ class Problem:
                 raise InputError(f"device={device!r} cannot be used here: {error}") from error
         self.module = module.requires_grad_(False)
         self.x0 = self.flat.flatten(self.module)
+        if self.mixed:
+            self.x0 = self.x0.float()
         self.inputs, self.targets = (
             torch.cat([cast(pair[part], self.dtype, self.device) for pair in task.pairs]) for part in (0, 1)
         )
@@ -73,6 +78,11 @@ class Problem:
             for name, value in everything.items()
             if name not in self.flat.names and name not in moving
         }
+
+    @property
+    def mixed(self) -> bool:
+        """Whether algorithms compute in float32 and the model in a 16-bit type."""
+        return self.dtype.itemsize == 2
 
     @property
     def n(self) -> int:
@@ -160,11 +170,15 @@ class Problem:
     def _output(
         self, x: Tensor, buffers: Buffers, inputs: Tensor, fixed: Mapping[str, Tensor] | None
     ) -> Tensor:
-        state = {**self.flat.unflatten(x), **buffers, **(self.fixed if fixed is None else fixed)}
+        state = {**self.parameters(x), **buffers, **(self.fixed if fixed is None else fixed)}
         output: Tensor = functional_call(self.module, state, (inputs,))
         for name in buffers:  # what the module assigned instead of changing it in place
             buffers[name] = state[name]
         return output
+
+    def parameters(self, x: Tensor) -> dict[str, Tensor]:
+        """The model's parameters at x, in the type that the model computes in."""
+        return self.flat.unflatten(x.to(self.dtype) if self.mixed and x.dtype == torch.float32 else x)
 
     def gradient(self, x: Tensor, buffers: Buffers, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Gradient and loss at x on one batch. CHANGES the buffers."""
@@ -202,7 +216,7 @@ class Problem:
         if self.test is None:
             return {}
         inputs, targets = self.test
-        state = {**self.flat.unflatten(x), **buffers, **self.fixed}
+        state = {**self.parameters(x), **buffers, **self.fixed}
         self.module.eval()
         try:
             with seeded(torch_seed(seed, EVALUATION, t)):

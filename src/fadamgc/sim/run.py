@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,16 +19,18 @@ from torch import Tensor, nn
 
 from fadamgc.algorithm import AnyAlgorithm, example
 from fadamgc.algorithms import algorithms, make_algorithm
-from fadamgc.errors import FadamgcError, InputError
-from fadamgc.files import read_bundle, write_bundle
+from fadamgc.errors import CheckpointError, FadamgcError, InputError, whole
+from fadamgc.files import LazyTensor, read_bundle, write_bundle
 from fadamgc.flat import Flat
 from fadamgc.sim.cost import CostModel, Work
 from fadamgc.sim.problem import Buffers
-from fadamgc.sim.states import ClientStates, FileStates
+from fadamgc.sim.states import ClientStates
 from fadamgc.task import Task
 
 if TYPE_CHECKING:
     import pandas as pd
+
+NAME = "run"  # of the bundle of a saved run
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,10 @@ class Record:
             **others,
         )
 
+    def priced(self, cost: CostModel) -> Record:
+        """The same round under another cost model."""
+        return dataclasses.replace(self, simulated_seconds=sum(cost.seconds(w) for w in self.work))
+
     def to_json(self) -> dict[str, Any]:
         """As plain data; a column of equal numbers becomes one number."""
         plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
@@ -76,11 +83,22 @@ class Record:
         """The inverse of ``to_json``."""
         values = dict(plain)
         for name in ("sampled", "tracked", "dropped"):
-            values[name] = tuple(values[name])
+            values[name] = _numbers(values[name])
         values["work"] = tuple(
             Work(*(_lengthen(w[key], len(w["clients"])) for key in Work._fields)) for w in values["work"]
         )
+        for name in ("round", "bytes_down", "bytes_up"):
+            whole(name, values[name], 0)
+        for name in ("train_loss", "test_loss", "test_accuracy", "test_metric"):
+            if values[name] is not None:
+                values[name] = float(values[name])
+        for name in ("simulated_seconds", "wall_seconds"):
+            values[name] = float(values[name])
         return cls(**values)
+
+
+def _numbers(values: Any) -> tuple[int, ...]:
+    return tuple(whole("number", value, 0) for value in values)
 
 
 def _shorten(column: tuple[int, ...]) -> Any:
@@ -88,7 +106,10 @@ def _shorten(column: tuple[int, ...]) -> Any:
 
 
 def _lengthen(column: Any, length: int) -> tuple[int, ...]:
-    return (column,) * length if isinstance(column, int) else tuple(column)
+    values = (whole("number", column, 0),) * length if isinstance(column, int) else _numbers(column)
+    if len(values) != length:
+        raise ValueError(f"{len(values)} entries for {length} clients")
+    return values
 
 
 @dataclass(eq=False, repr=False)
@@ -166,11 +187,7 @@ class Run:
         """The same run under another cost model, without running it again."""
         if cost == self.cost:
             return self
-        history = [
-            dataclasses.replace(record, simulated_seconds=sum(cost.seconds(w) for w in record.work))
-            for record in self.history
-        ]
-        return dataclasses.replace(self, history=history, cost=cost)
+        return dataclasses.replace(self, history=[r.priced(cost) for r in self.history], cost=cost)
 
     def to_pandas(self) -> pd.DataFrame:
         """The history as a table, one row a round."""
@@ -186,99 +203,166 @@ class Run:
             path: the folder.
             states: False leaves out the states, for records that are to stay small.
         """
-        write_run(Path(path), "run", self, states=states)
+        write_run(Path(path), self, states=states)
 
 
-def load_run(path: str | Path, task: Task | None = None) -> Run:
-    """Read back what ``Run.save`` wrote."""
-    return read_run(Path(path), "run", task)
+# Runs as plain data and tensors, in the folder of a saved run and in that of a checkpoint.
 
 
-def write_run(
-    folder: Path, name: str, run: Run, *, states: bool = True, states_in: Path | None = None
-) -> None:
-    """Write a run, finished or not, as a bundle; clients' states in files of that folder stay there."""
-    tensors: dict[str, Tensor] = {}
-    apart = isinstance(run.clients, FileStates) and run.clients.folder == states_in
+def write_run(folder: Path, run: Run, *, states: bool = True) -> None:
+    """Write a run as a bundle."""
+    tensors: dict[str, Tensor | LazyTensor] = {}
     if states:
-        tensors |= _pack("server", run.server)
-        tensors |= _pack("initial", run.clients.initial)
-        for i in () if apart else run.clients.participants:
-            tensors |= _pack(f"client.{i}", run.clients[i])
-        tensors |= {f"buffer.{key}": value for key, value in run.buffers.items()}
-    content = {
+        tensors |= server_tensors(run)
+        initial = run.clients.initial
+        for i in run.clients.participants:
+            for field in initial._fields:
+                read = partial(_read_field, run.clients, i, field)
+                tensors[f"client.{i}.{field}"] = LazyTensor(getattr(initial, field), read)
+    content = described(run) | {
+        "participants": run.clients.participants,
+        "has_states": states,
+        "history": [record.to_json() for record in run.history],
+    }
+    write_bundle(folder, NAME, content, tensors)
+
+
+def _read_field(clients: ClientStates, i: int, field: str) -> Tensor:
+    tensor: Tensor = getattr(clients[i], field)
+    return tensor
+
+
+def read_run(folder: Path, task: Task | None = None) -> Run:
+    """Read a run back from its bundle."""
+    body, tensors = read_bundle(folder, NAME)
+    algorithm = find_algorithm(folder, body)
+    with sound(folder, NAME):
+        history = [Record.from_json(plain) for plain in body["history"]]
+        n = client_count(body)
+        if not body["has_states"]:
+            return assembled(body, algorithm, None, ClientStates(n, None), {}, history, task)
+        server, initial, buffers = unpack_server(algorithm, tensors)
+        states = {_client(i, n): unpack(f"client.{i}", initial, tensors) for i in body["participants"]}
+        clients = ClientStates(n, initial, states)
+        return assembled(body, algorithm, server, clients, buffers, history, task)
+
+
+def described(run: Run) -> dict[str, Any]:
+    """What a run is, without its states and its history."""
+    return {
         "settings": run.settings,
         "environment": run.environment,
         "cost": dataclasses.asdict(run.cost),
         "goal": run.goal,
         "n": run.clients.n,
-        "participants": run.clients.participants,
-        "has_states": states,
-        "slots": run.clients.table() if isinstance(run.clients, FileStates) and apart else None,
-        "history": [record.to_json() for record in run.history],
     }
-    write_bundle(folder, name, content, tensors)
-    if isinstance(run.clients, FileStates) and apart:
-        run.clients.saved()
 
 
-def read_run(
-    folder: Path,
-    name: str,
-    task: Task | None = None,
-    algorithm: AnyAlgorithm | None = None,
-    expected: str | None = None,
-    states_in: Path | None = None,
-) -> Run:
-    """Read a run, finished or not, from a bundle.
+def server_tensors(run: Run) -> dict[str, Tensor | LazyTensor]:
+    """The tensors of a run that are not a client's own."""
+    return {
+        **_pack("server", run.server),
+        **_pack("initial", run.clients.initial),
+        **{f"buffer.{key}": value for key, value in run.buffers.items()},
+    }
 
-    An algorithm of the caller's, known there by the ``expected`` name, stands in for a registered one.
-    ``states_in`` is the folder of clients' states that were kept in files.
+
+def unpack_server(algorithm: AnyAlgorithm | None, tensors: Mapping[str, Tensor]) -> tuple[Any, Any, Buffers]:
+    """Server, initial client state and buffers from the tensors of a run."""
+    assert algorithm is not None
+    like = example(algorithm, torch.empty(0))
+    buffers = {k.removeprefix("buffer."): v for k, v in tensors.items() if k.startswith("buffer.")}
+    return _of_kind("server", like.server, tensors), _of_kind("initial", like.client, tensors), buffers
+
+
+def find_algorithm(
+    folder: Path, body: Mapping[str, Any], given: AnyAlgorithm | None = None, expected: str | None = None
+) -> AnyAlgorithm | None:
+    """The algorithm of a run; None if its class is not registered and the run has no states.
+
+    An algorithm that the caller gives, known there by the ``expected`` name, replaces a registered one.
     """
-    body, tensors = read_bundle(folder, name)
-    settings = body["settings"]
-    if algorithm is None or settings["algorithm"] != expected:
-        algorithm = None
-        if settings["algorithm"] in algorithms():
-            algorithm = make_algorithm(settings["algorithm"], **settings["hyperparameters"])
-    server: Any = None
-    clients = ClientStates(body["n"], None)
-    buffers: Buffers = {}
-    if body["has_states"]:
-        if algorithm is None:
-            raise InputError(
-                f"algorithm {settings['algorithm']!r} of {folder} is not registered here; "
-                "call fadamgc.register before loading"
-            )
-        like = example(algorithm, torch.empty(0))
-        server = _unpack("server", like.server, tensors)
-        initial = _unpack("initial", like.client, tensors)
-        if body.get("slots") is None:
-            states = {i: _unpack(f"client.{i}", initial, tensors) for i in body["participants"]}
-            clients = ClientStates(body["n"], initial, states)
-        else:
-            clients = FileStates(body["n"], initial, states_in, checked=True, slots=body["slots"])
-        buffers = {k.removeprefix("buffer."): v for k, v in tensors.items() if k.startswith("buffer.")}
-    return Run(
-        algorithm=algorithm,
-        server=server,
-        clients=clients,
-        buffers=buffers,
-        history=[Record.from_json(plain) for plain in body["history"]],
-        settings=settings,
-        environment=body["environment"],
-        cost=CostModel(**body["cost"]),
-        task=task,
-        goal=body["goal"],
+    with sound(folder):
+        name, values = str(body["settings"]["algorithm"]), body["settings"]["hyperparameters"]
+        if given is not None and name == expected:
+            return given
+        if name in algorithms():
+            return make_algorithm(name, **values)
+        if not body.get("has_states", True):
+            return None
+    raise InputError(
+        f"algorithm {name[:80]!r} of {folder} is not registered here; call fadamgc.register before loading"
     )
+
+
+def assembled(
+    body: Mapping[str, Any],
+    algorithm: AnyAlgorithm | None,
+    server: Any,
+    clients: ClientStates,
+    buffers: Buffers,
+    history: list[Record],
+    task: Task | None = None,
+) -> Run:
+    """The run that a bundle describes."""
+    settings, environment, goal = body["settings"], body["environment"], body["goal"]
+    if goal not in ("max", "min") or not isinstance(settings, dict) or not isinstance(environment, dict):
+        raise ValueError("settings, environment or goal are not those of a run")
+    cost = CostModel(**body["cost"])
+    cost.check(clients.n)
+    return Run(algorithm, server, clients, buffers, history, settings, environment, cost, task, goal)
+
+
+@contextmanager
+def sound(folder: Path, name: str | None = None) -> Iterator[None]:
+    """Refuse content that has the right digest and is nevertheless not what a run writes."""
+    where = folder if name is None else folder / f"{name}.json"
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except KeyError as error:
+        raise CheckpointError(f"{where} is not a run of this version: it has no {error}") from None
+    except (
+        FadamgcError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        IndexError,
+        OverflowError,
+        RecursionError,
+        RuntimeError,
+    ) as error:
+        raise CheckpointError(f"{where} is not a run of this version: {str(error)[:200]}") from None
+
+
+def client_count(body: Mapping[str, Any]) -> int:
+    """How many clients a run has."""
+    return whole("n", body["n"], 1, 1 << 40)
+
+
+def _client(i: Any, n: int) -> int:
+    return whole("client", i, 0, n - 1)
 
 
 def _pack(prefix: str, state: Any) -> dict[str, Tensor]:
     return {f"{prefix}.{field}": value for field, value in state._asdict().items()}
 
 
-def _unpack(prefix: str, like: Any, tensors: Mapping[str, Tensor]) -> Any:
-    return type(like)(*(tensors[f"{prefix}.{field}"] for field in like._fields))
+def _of_kind(prefix: str, kind: Any, tensors: Mapping[str, Tensor]) -> Any:
+    return type(kind)(*(tensors[f"{prefix}.{field}"] for field in kind._fields))
+
+
+def unpack(prefix: str, like: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """A state from its tensors, which must have the types and shapes of another one."""
+    state = _of_kind(prefix, like, tensors)
+    for name, tensor, other in zip(like._fields, state, like, strict=True):
+        if tensor.shape != other.shape or tensor.dtype != other.dtype:
+            raise ValueError(
+                f"{prefix}.{name} is {tensor.dtype} {tuple(tensor.shape)}, not {other.dtype} "
+                f"{tuple(other.shape)}"
+            )
+    return state
 
 
 def environment() -> dict[str, str]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import mmap
 import os
-import shutil
+import secrets
 import tempfile
 import weakref
 import zlib
@@ -14,23 +13,27 @@ from pathlib import Path
 from typing import Any, overload
 
 import torch
-from torch import Tensor
 
-from fadamgc.errors import CheckpointError, InputError
+from fadamgc.errors import CheckpointError
+from fadamgc.files import private_folder, sync_folder, tensor_bytes, write_atomic
 from fadamgc.machine import memory
 
 FILE = "states.bin"
+OWNER = "owner"  # which run was the last to write to the file
 PAGE = mmap.ALLOCATIONGRANULARITY
-
-log = logging.getLogger("fadamgc")
 
 
 class ClientStates(Sequence[Any]):
-    """The states of all n clients, in memory."""
+    """The states of all n clients, in memory.
+
+    Attributes:
+        changed: the clients whose states are newer than the last checkpoint.
+    """
 
     def __init__(self, n: int, initial: Any, states: Mapping[int, Any] | None = None) -> None:
         self.n, self.initial = n, initial
         self._states: dict[int, Any] = dict(states or {})
+        self.changed: set[int] = set(self._states)
 
     def __len__(self) -> int:
         return self.n
@@ -52,7 +55,7 @@ class ClientStates(Sequence[Any]):
         """The clients that have a state of their own."""
         return tuple(sorted(self._states))
 
-    # A round's new states are staged one by one, and take the place of the old ones all at once.
+    # A round's new states are staged one by one, and replace the old ones all at once.
 
     def stage(self, state: Any) -> Any:
         """Keep a state for an ``update`` to come."""
@@ -61,151 +64,263 @@ class ClientStates(Sequence[Any]):
     def update(self, staged: Mapping[int, Any]) -> None:
         """Replace the states of some clients by staged ones."""
         self._states.update(staged)
+        self.changed.update(staged)
 
     def drop(self, staged: Iterable[Any]) -> None:
-        """Forget what was staged."""
+        """Forget states that were staged."""
 
     def _read(self, kept: Any) -> Any:
         return kept
 
 
-class FileStates(ClientStates):
-    """The states of all n clients, in one file of equal slots.
+class Slots:
+    """Equal slots for states in one file.
 
-    A slot is mapped into memory while its state is in use, and never written while anything refers to
-    it: a new state goes to a free slot. So a round that fails leaves the old states as they were, and a
-    checkpoint has only to remember which slot is whose.
+    A slot is mapped into memory while its state is in use. A new state goes to a free slot, and a slot that
+    the last checkpoint names is not free, whoever has a newer state. So a round that fails leaves the old
+    states as they were, and a checkpoint only has to remember which slot is whose.
 
     Args:
-        n: clients.
-        initial: the state of a client that has never taken part.
-        folder: where the file is; None is a folder of its own, removed with this object.
-        checked: keep a checksum of every slot, for a checkpoint.
-        slots: what ``table`` gave, to go on with the file that is there.
+        like: a state, for the types and shapes of its tensors.
+        folder: where the file is; None is a file without a name, which goes when this object does.
+        used: the slots in use, with their checksums, to resume with the file in the folder; None starts a
+            new file.
+        writing: False opens the file for reading only.
     """
 
     def __init__(
         self,
-        n: int,
-        initial: Any,
+        like: Any,
         folder: Path | None = None,
-        checked: bool = False,
-        slots: Mapping[str, Sequence[int]] | None = None,
+        used: Mapping[int, int] | None = None,
+        writing: bool = True,
     ) -> None:
-        super().__init__(n, initial)
-        self.checked = checked
-        self.folder = Path(tempfile.mkdtemp(prefix="fadamgc-states-")) if folder is None else folder
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(self.folder / FILE, os.O_RDWR | os.O_CREAT, 0o644)
-        except OSError as error:
-            raise InputError(f"states={str(self.folder)!r} cannot be written: {error.strerror}") from None
-        weakref.finalize(self, _close, self._file, self.folder if folder is None else None)
-        self._slot = -(-_size(initial) // PAGE) * PAGE
-        self._crc: dict[int, int] = {}
-        self._states.update({int(i): slot for i, (slot, _) in (slots or {}).items()})
-        self._crc.update({pair[0]: pair[1] for pair in (slots or {}).values()})
-        self._end = max(self._states.values(), default=-1) + 1
-        self._free = sorted(set(range(self._end)) - set(self._states.values()), reverse=True)
-        self._saved: set[int] = set(self._states.values())  # of the last checkpoint: not to be written
-        self._released: set[int] = set()  # free, but for the last checkpoint
-        if slots is not None:
-            self._check()
+        self.like, self.folder = like, folder
+        self.crc: dict[int, int] = dict(used or {})
+        self._size = _size(like)
+        self._slot = -(-self._size // PAGE) * PAGE
+        self._file = _open(folder, new=used is None, writing=writing)
+        weakref.finalize(self, os.close, self._file)
+        self._end = max(self.crc, default=-1) + 1
+        if (self._end - 1) * self._slot + self._size > os.fstat(self._file).st_size and self.crc:
+            raise CheckpointError(f"{self.path} is damaged: it is too short for the states that were saved")
+        self._free = sorted(set(range(self._end)) - self.crc.keys(), reverse=True) if self._slot else []
+        self._named: set[int] = set(self.crc)  # by the last checkpoint
+        self._released: set[int] = set()  # free as soon as there is another checkpoint
+        self._owning = False
+        self._closed = not writing
+        self._owner = self._last_owner()
 
-    def stage(self, state: Any) -> int:
+    def put(self, state: Any) -> int:
         """Write a state into a free slot."""
         slot = self._free.pop() if self._free else self._end
         self._end = max(self._end, slot + 1)
         place, crc = slot * self._slot, 0
-        for tensor in state:
-            data = _bytes(tensor)
-            crc = zlib.crc32(data, crc) if self.checked else 0
-            try:
+        try:
+            self._become_owner()
+            for tensor in state:
+                data = tensor_bytes(tensor)
+                crc = zlib.crc32(data, crc) if self.folder is not None else 0
                 while data:
                     written = os.pwrite(self._file, data, place)
                     place, data = place + written, data[written:]
-            except OSError as error:
-                self._free.append(slot)
-                raise CheckpointError(
-                    f"a client's state cannot be written to {self.folder / FILE}: {error.strerror}"
-                ) from None
-        self._crc[slot] = crc
+        except OSError as error:
+            self._free.append(slot)
+            raise CheckpointError(
+                f"a client's state cannot be written to {self.path}: {error.strerror or error}"
+            ) from None
+        self.crc[slot] = crc
         return slot
+
+    def get(self, slot: int) -> Any:
+        """The state in a slot; its tensors are copies on write, so changing them does not change the file."""
+        if not self._size:  # an algorithm whose clients keep nothing
+            return self.like
+        state = self._mapped(slot)
+        if self._closed:
+            # Another run may use the file from now on: copy the state, then see whether one has.
+            state = type(state)(*(tensor.clone() for tensor in state))
+            if self._taken_over():
+                raise CheckpointError(
+                    f"{self.path} has been written by a later run, so the states of this one are no longer "
+                    "there; save a run with run.save before it is extended in its checkpoint folder, or "
+                    "read the later run with fadamgc.load_run"
+                )
+        return state
+
+    def free(self, slots: Iterable[int]) -> None:
+        """Give slots back; those that the last checkpoint names become free with the next checkpoint."""
+        for slot in slots:
+            if slot in self._named:
+                self._released.add(slot)
+            else:
+                self._free.append(slot)
+
+    def expect(self, slots: Iterable[int]) -> None:
+        """Have the system read these slots while something else is being computed."""
+        if hasattr(os, "posix_fadvise"):
+            for slot in slots:
+                os.posix_fadvise(self._file, slot * self._slot, self._slot, os.POSIX_FADV_WILLNEED)
+
+    def sync(self) -> None:
+        """Have everything that was put on the disk."""
+        os.fsync(self._file)
+        if self.folder is not None:
+            sync_folder(self.folder)
+
+    def named(self, slots: Iterable[int]) -> None:
+        """Take note that a checkpoint names these slots, and all others that were not given back."""
+        self._named.update(slots)
+        self._named -= self._released
+        self._free.extend(self._released)
+        self._released.clear()
+
+    def close(self) -> None:
+        """Write no more; states are still read, until another run writes to the file."""
+        self._closed = True
+
+    def check(self, slots: Mapping[int, int]) -> None:
+        """Refuse a file in which a client's state is not the one that was saved."""
+        for client, slot in slots.items():
+            crc = 0
+            for tensor in self._mapped(slot) if self._size else ():
+                crc = zlib.crc32(tensor_bytes(tensor), crc)
+            if crc != self.crc[slot]:
+                raise CheckpointError(
+                    f"{self.path} is damaged: the state of client {client} is not the one that was "
+                    "saved; start again in another folder"
+                )
+
+    @property
+    def path(self) -> Path:
+        """The file, for messages."""
+        return Path(tempfile.gettempdir() if self.folder is None else self.folder) / FILE
+
+    def _mapped(self, slot: int) -> Any:
+        mapped = mmap.mmap(self._file, self._size, access=mmap.ACCESS_COPY, offset=slot * self._slot)
+        fields, at = [], 0
+        for like in self.like:
+            count = like.numel()
+            tensor = torch.frombuffer(mapped, dtype=like.dtype, count=count, offset=at) if count else like
+            fields.append(tensor.view(like.shape).to(like.device))
+            at += count * like.element_size()
+        return type(self.like)(*fields)
+
+    # The owner is the run that was the last to write to the file; a run that has ended reads its states only
+    # while it is the owner.
+
+    def _become_owner(self) -> None:
+        assert not self._closed
+        if self._owning:
+            return
+        self._owning = True
+        if self.folder is not None:
+            self._owner = secrets.token_hex(16).encode()
+            write_atomic(self.folder / OWNER, self._owner, private=True)
+
+    def _last_owner(self) -> bytes:
+        try:
+            return b"" if self.folder is None else (self.folder / OWNER).read_bytes()
+        except OSError:
+            return b""
+
+    def _taken_over(self) -> bool:
+        if self.folder is None or self._last_owner() == self._owner:
+            return False
+        try:
+            there, here = os.stat(self.path), os.fstat(self._file)
+        except OSError:
+            return False  # the file was removed, so nobody can write to the one that is open here
+        return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
+
+
+def _open(folder: Path | None, new: bool, writing: bool) -> int:
+    """Open the file of slots; a new one is another file, also where there is an old one."""
+    try:
+        if folder is None:
+            with tempfile.TemporaryFile(prefix="fadamgc-states-") as file:
+                return os.dup(file.fileno())
+        path = folder / FILE
+        if not writing:
+            return os.open(path, os.O_RDONLY)
+        private_folder(folder)
+        if new:
+            path.unlink(missing_ok=True)
+        opened = os.open(path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if new else 0), 0o600)
+        if hasattr(os, "fchmod"):
+            os.fchmod(opened, 0o600)
+        return opened
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder}/{FILE}, the clients' states, does not exist") from None
+    except OSError as error:
+        place = tempfile.gettempdir() if folder is None else folder
+        raise CheckpointError(
+            f"the clients' states in {place} cannot be opened: {error.strerror or error}"
+        ) from None
+
+
+class FileStates(ClientStates):
+    """The states of all n clients, in slots of a file.
+
+    Args:
+        n: clients.
+        initial: the state of a client that has never taken part.
+        slots: the file.
+        table: which slot is whose, to resume with states that are in the file.
+    """
+
+    def __init__(self, n: int, initial: Any, slots: Slots, table: Mapping[int, int] | None = None) -> None:
+        super().__init__(n, initial, table)
+        self.slots = slots
+        self.changed.clear()
+
+    def stage(self, state: Any) -> int:
+        """Write a state into a free slot."""
+        return self.slots.put(state)
 
     def update(self, staged: Mapping[int, int]) -> None:
         """Replace the states of some clients by staged ones."""
         old = [self._states[i] for i in staged if i in self._states]
         super().update(staged)
-        self.drop(old)
+        self.slots.free(old)
 
     def drop(self, staged: Iterable[int]) -> None:
-        """Free slots, those of the last checkpoint as soon as there is another."""
-        for slot in staged:
-            if slot in self._saved:
-                self._released.add(slot)
-            else:
-                self._free.append(slot)
+        """Forget states that were staged."""
+        self.slots.free(staged)
 
     def expect(self, clients: Iterable[int]) -> None:
         """Have the system read these states while something else is being computed."""
-        if hasattr(os, "posix_fadvise"):
-            for slot in {self._states[i] for i in clients if i in self._states}:
-                os.posix_fadvise(self._file, slot * self._slot, self._slot, os.POSIX_FADV_WILLNEED)
+        self.slots.expect({self._states[i] for i in clients if i in self._states})
 
-    def table(self) -> dict[str, list[int]]:
-        """Which slot is whose, with its checksum; what is written by now is on the disk."""
-        os.fsync(self._file)
-        return {str(i): [slot, self._crc[slot]] for i, slot in self._states.items()}
+    def slot(self, client: int) -> int:
+        """Where the state of a client is that has taken part."""
+        slot: int = self._states[client]
+        return slot
 
-    def saved(self) -> None:
-        """The ``table`` is in a checkpoint: its slots are to stay, others may go."""
-        self._saved = set(self._states.values())
-        self._free.extend(self._released - self._saved)
-        self._released.clear()
+    def in_memory(self) -> ClientStates:
+        """The same states, in memory; none of them counts as changed."""
+        states = {i: type(s)(*(t.clone() for t in s)) for i in self.participants for s in (self[i],)}
+        made = ClientStates(self.n, self.initial, states)
+        made.changed = set(self.changed)
+        return made
+
+    def __reduce__(self) -> Any:
+        # The file is this process's; another one gets the states themselves.
+        copy = self.in_memory()
+        return ClientStates, (copy.n, copy.initial, copy._states)
 
     def _read(self, kept: int) -> Any:
-        if not self._slot:  # an algorithm whose clients keep nothing
-            return self.initial
-        mapped = mmap.mmap(self._file, _size(self.initial), access=mmap.ACCESS_COPY, offset=kept * self._slot)
-        fields, at = [], 0
-        for like in self.initial:
-            count = like.numel()
-            tensor = torch.frombuffer(mapped, dtype=like.dtype, count=count, offset=at) if count else like
-            fields.append(tensor.view(like.shape).to(like.device))
-            at += count * like.element_size()
-        return type(self.initial)(*fields)
-
-    def _check(self) -> None:
-        enough = os.fstat(self._file).st_size
-        for i, slot in self._states.items():
-            ends = slot * self._slot + _size(self.initial)
-            crc = 0
-            if ends <= enough:
-                for tensor in self._read(slot):
-                    crc = zlib.crc32(_bytes(tensor), crc)
-            if ends > enough or crc != self._crc[slot]:
-                raise CheckpointError(
-                    f"{self.folder / FILE} is damaged: the state of client {i} is not the one that was "
-                    "saved; start again in another folder"
-                )
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    array: Any = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-    return memoryview(array)
+        return self.slots.get(kept)
 
 
 def _size(state: Any) -> int:
     return sum(int(t.numel()) * int(t.element_size()) for t in state)
 
 
-def _close(file: int, folder: Path | None) -> None:
-    os.close(file)
-    if folder is not None:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 def too_large(initial: Any, clients: int) -> bool:
-    """Whether the states of so many clients would take more than half of the memory."""
-    there = memory()
-    return there is not None and clients * _size(initial) > there / 2
+    """Whether the states of that many clients would take more than half of the memory.
+
+    A checkpoint needs nothing in addition: it writes one state after the other.
+    """
+    available = memory()
+    return available is not None and clients * _size(initial) > available / 2

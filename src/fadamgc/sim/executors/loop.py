@@ -52,7 +52,7 @@ def steps(job: Job) -> Iterator[tuple[tuple[Tensor, ...], Result | None]]:
     g_x = None
     if algo.round_gradient:
         g_x = problem.whole_gradient(down.x, buffers, job.client, round.seed, round.t)
-    x, loss_sum = down.x, torch.zeros((), dtype=problem.dtype, device=problem.device)
+    x, loss_sum = down.x, torch.zeros((), dtype=problem.x0.dtype, device=problem.device)
     local = algo.begin(down, client, g_x)
     with seeded(torch_seed(round.seed, FORWARD, round.t, job.client)):
         for k in range(K):

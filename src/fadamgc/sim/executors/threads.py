@@ -162,7 +162,10 @@ class Place:
         self.apart: list[tuple[Tensor, Tensor]] = []  # parameters that lie otherwise than in x, and where
         for parameter, view in zip(self.parameters, problem.flat.unflatten(self.x).values(), strict=True):
             parameter.data = view
-            if self.channels_last and view.ndim == 4:
+            if problem.mixed:
+                parameter.data = torch.empty_like(view, dtype=problem.dtype)
+                self.apart.append((parameter.data, view))
+            elif self.channels_last and view.ndim == 4:
                 parameter.data = torch.empty_like(view, memory_format=torch.channels_last)
                 self.apart.append((parameter.data, view))
             parameter.requires_grad_()
@@ -180,7 +183,7 @@ class Place:
         local = rules.begin(down, client, g_x, self.x)
         self.x.copy_(down.x)
         self._set_buffers(round.buffers)
-        loss_sum = torch.zeros((), dtype=problem.dtype)
+        loss_sum = torch.zeros((), dtype=problem.x0.dtype)
         K, start = len(job.batches.size), int(problem.start[job.client])
         generator = torch.Generator().manual_seed(torch_seed(round.seed, FORWARD, round.t, job.client))
         with DrawFrom(generator) if problem.random else nullcontext():

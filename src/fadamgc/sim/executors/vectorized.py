@@ -240,7 +240,7 @@ class VectorizedExecutor:
             buffers={
                 name: torch.stack([job.round.buffers[name] for job in jobs]) for name in problem.buffers0
             },
-            loss=torch.zeros(C, dtype=problem.dtype, device=device),
+            loss=torch.zeros(C, dtype=problem.x0.dtype, device=device),
         )
         for batches in self._batches(jobs, each):
             state = self._steps(algo, given, state, batches, lanes)
@@ -250,7 +250,7 @@ class VectorizedExecutor:
         )
         graph, made = self._graph(algo, self._finish, (C,), lambda: (given, state, ended))
         kept, up = tree_unflatten(graph(*given.flat(), *state.flat(), *ended), made)
-        loss = state.loss / ended.K.to(problem.dtype)
+        loss = state.loss / ended.K.to(problem.x0.dtype)
         # A sum is finite only if all its numbers are; one that overflowed is looked at again.
         finite = torch.stack([t.sum(dim=1) for t in (*kept, *up)]).isfinite().all(dim=0).tolist()
         rows = zip(
