@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import secrets
+import stat
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -34,16 +35,19 @@ ROOM = 8 << 30  # bytes that arrays of one kind may take in the cache
 log = logging.getLogger("fadamgc")
 
 
-def write_atomic(path: Path, data: bytes | Callable[[BinaryIO], object]) -> None:
+def write_atomic(
+    path: Path, data: bytes | Callable[[BinaryIO], object], *, private: bool = False
+) -> None:
     """Write a file so that a reader sees the old content or the new, whatever happens meanwhile.
 
     Args:
         path: where.
         data: the content, or what writes it.
+        private: only the owner can read the file, from its first moment on.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
-        with open(temporary, "wb") as file:
+        with open(temporary, "wb", opener=_private_opener if private else None) as file:
             if callable(data):
                 data(file)
             else:
@@ -58,6 +62,22 @@ def write_atomic(path: Path, data: bytes | Callable[[BinaryIO], object]) -> None
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def _private_opener(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_EXCL, 0o600)
+
+
+def private_folder(folder: Path) -> None:
+    """Make a folder that only its owner can enter (0700); an existing one is tightened if it is the user's own."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.stat()
+        own = not hasattr(os, "geteuid") or status.st_uid == os.geteuid()
+        if own and stat.S_IMODE(status.st_mode) != 0o700:
+            folder.chmod(0o700)
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be made private: {error.strerror}") from error
 
 
 def cache_folder() -> Path:
@@ -126,7 +146,14 @@ def make_folder(folder: Path) -> None:
         raise CheckpointError(f"{folder} cannot be written: {error.strerror}") from error
 
 
-def write_bundle(folder: Path, name: str, content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+def write_bundle(
+    folder: Path,
+    name: str,
+    content: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    *,
+    private: bool = False,
+) -> None:
     """Write ``name.json`` and its tensors into a folder, replacing what was there."""
     make_folder(folder)
     file, digest = None, None
@@ -134,9 +161,10 @@ def write_bundle(folder: Path, name: str, content: Mapping[str, Any], tensors: M
         data = save({key: value.detach().cpu().contiguous().clone() for key, value in tensors.items()})
         digest = hashlib.sha256(data).hexdigest()
         file = f"{name}-{digest[:16]}.safetensors"
-        write_atomic(folder / file, data)
+        write_atomic(folder / file, data, private=private)
     body = {"format": FORMAT, "tensors": file, "tensors_sha256": digest, **content}
-    write_atomic(folder / f"{name}.json", _lines({"sha256": _digest(body), **body}).encode())
+    text = _lines({"sha256": _digest(body), **body})
+    write_atomic(folder / f"{name}.json", text.encode(), private=private)
     for other in folder.glob(f"{name}-*.safetensors"):
         if other.name != file:
             other.unlink(missing_ok=True)
