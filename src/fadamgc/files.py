@@ -35,9 +35,7 @@ ROOM = 8 << 30  # bytes that arrays of one kind may take in the cache
 log = logging.getLogger("fadamgc")
 
 
-def write_atomic(
-    path: Path, data: bytes | Callable[[BinaryIO], object], *, private: bool = False
-) -> None:
+def write_atomic(path: Path, data: bytes | Callable[[BinaryIO], object], *, private: bool = False) -> None:
     """Write a file so that a reader sees the old content or the new, whatever happens meanwhile.
 
     Args:
@@ -69,7 +67,7 @@ def _private_opener(path: str, flags: int) -> int:
 
 
 def private_folder(folder: Path) -> None:
-    """Make a folder that only its owner can enter (0700); an existing one is tightened if it is the user's own."""
+    """Make a folder that only its owner can enter (0700); tighten an existing one that the user owns."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.stat()

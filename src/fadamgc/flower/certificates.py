@@ -1,7 +1,7 @@
 """Certificates of a SuperLink and keys of its nodes, for a federation on one machine.
 
-The authority that signs the SuperLink's certificate signs nothing else: its key is discarded. So a certificate is
-not extended; renewal makes a new authority, and everybody who connects needs the new ``ca.crt``.
+The authority that signs the SuperLink's certificate signs nothing else: its key is discarded. So renewal
+makes a new authority, and everybody who connects needs the new ``ca.crt``.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ def ensure_certificates(folder: Path, address: str, now: datetime | None = None)
     """
     now = now or datetime.now(UTC)
     private_folder(folder)
-    files = (AUTHORITY_FILE, CERTIFICATE_FILE, KEY_FILE)
-    if all((folder / name).is_file() for name in files) and acceptable(folder, address, now + RENEW):
+    if acceptable(folder, address, now + RENEW):
         return False
     authority_key, server_key = (ec.generate_private_key(ec.SECP384R1()) for _ in range(2))
     authority = _authority(authority_key, now)
@@ -51,7 +50,7 @@ def ensure_certificates(folder: Path, address: str, now: datetime | None = None)
 
 
 def acceptable(folder: Path, address: str, when: datetime) -> bool:
-    """Whether a client that trusts ``ca.crt`` would accept ``server.crt`` at some time."""
+    """Whether a client that trusts ``ca.crt`` would accept ``server.crt`` at some time, and its key is here."""
     try:
         authority, server = (
             x509.load_pem_x509_certificate((folder / name).read_bytes())
@@ -64,9 +63,10 @@ def acceptable(folder: Path, address: str, when: datetime) -> bool:
             .build_server_verifier(x509.IPAddress(ip_address(address)))
         )
         verifier.verify(server, [])
-    except (OSError, ValueError, verification.VerificationError):
+        key = serialization.load_pem_private_key((folder / KEY_FILE).read_bytes(), None)
+        return key.public_key() == server.public_key()
+    except (OSError, ValueError, TypeError, verification.VerificationError):
         return False
-    return True
 
 
 def end_of(folder: Path) -> datetime | None:
@@ -94,7 +94,7 @@ def warning(folder: Path, now: datetime | None = None) -> str | None:
 
 
 def ensure_node_keys(folder: Path, names: Sequence[str]) -> None:
-    """Make a key pair per node, ``NAME`` and ``NAME.pub``; existing ones stay, because they are its identity."""
+    """Make a key pair per node, ``NAME`` and ``NAME.pub``; an existing pair stays, so that the node does."""
     private_folder(folder)
     for name in names:
         if (folder / f"{name}.pub").exists():

@@ -3,8 +3,8 @@
 Everything is in one folder: logs, certificates and keys, the nodes' states, Flower's own files, and
 ``federation.json``, which says what runs. Only its owner can enter the folder.
 
-The SuperLink's Control API is for the holder of the operator's token, which is in the folder; see ``launch.py``
-for what that closes.
+The SuperLink's Control API is for the holder of the operator's token, which is in the folder; ``launch.py``
+says what that closes.
 """
 
 from __future__ import annotations
@@ -30,6 +30,11 @@ from fadamgc.files import private_folder, write_atomic
 FILE = "federation.json"
 TOKEN = "operator.token"
 LAUNCH = Path(__file__).with_name("launch.py")
+ACQUIRE = "/v1/runtime/acquire-task"
+STRANGER = (  # what lets a stranger run code, or act as an app
+    *("/v1/control/start-run", "/v1/control/register-node"),
+    *(ACQUIRE, "/v1/runtime/start-automation"),
+)
 NAME = "local"  # of the federation in Flower's config
 HOST = "127.0.0.1"
 RETRY = 5.0  # seconds
@@ -81,8 +86,7 @@ class Federation:
     @property
     def environment(self) -> dict[str, str]:
         """For Flower's commands: its files in the folder, no telemetry, this Python first."""
-        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-        return os.environ | QUIET | {"FLWR_HOME": str(self.folder / "flwr"), "PATH": path}
+        return os.environ | QUIET | {"FLWR_HOME": str(self.folder / "flwr"), "PATH": search_path()}
 
     @property
     def keys(self) -> Path:
@@ -118,16 +122,15 @@ class Federation:
 
             ensure_certificates(self.keys, HOST)
             ensure_node_keys(self.keys, [f"node-{i}" for i in range(nodes)])
-        write_atomic(self.folder / "flwr" / "config.toml", self._config(link, secure).encode())
-        token = secrets.token_urlsafe(32)  # another one at every start
-        write_atomic(self.keys / TOKEN, token.encode(), private=True)
+        write_atomic(self.folder / "flwr" / "config.toml", self._config(link, secure).encode(), private=True)
+        token = make_token(self.keys / TOKEN)  # another one at every start
         (self.folder / "flwr" / "credentials.yaml").unlink(missing_ok=True)  # of earlier starts
         log_in(self.folder / "flwr", f"{HOST}:{link}", token)
         state = State(secure)
         try:
             state = self._start(state, "superlink", link, self._link_command(link, secure))
             _listening(state.processes[0], wait)
-            refuses_strangers(HOST, link, self.keys / "ca.crt" if secure else None)
+            check_refusals(HOST, link, self.keys / "ca.crt" if secure else None)
             for i, port in enumerate(ports):
                 if secure:
                     self.flwr("supernode", "register", str(self.keys / f"node-{i}.pub"), NAME, timeout=wait)
@@ -136,10 +139,19 @@ class Federation:
                 )
             for process in state.processes[1:]:
                 _registered(process, wait)
+                check_refusals(HOST, process.port, None, [ACQUIRE])
         except BaseException:
             self.down()
             raise
         return state
+
+    def warning(self) -> str | None:
+        """What to say about the certificates of a federation that runs, if they end soon."""
+        if not self.read().secure:
+            return None
+        from fadamgc.flower.certificates import warning
+
+        return warning(self.keys)
 
     def down(self, wait: float = 10.0) -> int:
         """Stop everything; how many processes ran."""
@@ -237,7 +249,7 @@ class Federation:
         return "\n".join(["[superlink]", f'default = "{NAME}"', "", *lines]) + "\n"
 
     def _link_command(self, port: int, secure: bool) -> list[str]:
-        words = [sys.executable, "-P", str(LAUNCH), "superlink", "--operator-token", str(self.keys / TOKEN)]
+        words = [*launch("superlink"), "--operator-token", str(self.keys / TOKEN)]
         words += ["--host", HOST, "--port", str(port)]
         if not secure:
             return [*words, "--insecure"]
@@ -252,7 +264,7 @@ class Federation:
     def _node_command(self, i: int, nodes: int, link: int, port: int, secure: bool) -> list[str]:
         where = self.folder / "states" / f"node-{i}"
         config = f'partition-id={i} num-partitions={nodes} state-folder="{where}"'
-        words = [sys.executable, "-P", str(LAUNCH), "supernode", "--superlink", f"{HOST}:{link}"]
+        words = [*launch("supernode"), "--superlink", f"{HOST}:{link}"]
         words += ["--host", HOST, "--port", str(port), "--node-config", config]
         if not secure:
             return [*words, "--insecure"]
@@ -264,7 +276,7 @@ class Federation:
 
     def _start(self, state: State, name: str, port: int, command: Sequence[str]) -> State:
         log = self.folder / "logs" / f"{name.replace(' ', '-')}.log"
-        with open(log, "ab") as file:
+        with open(log, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
             since = file.tell()
             started = subprocess.Popen(
                 command,
@@ -278,8 +290,15 @@ class Federation:
         self._children.append(started)
         process = Process(name, started.pid, _began(started.pid) or "", port, str(log), since)
         state = State(state.secure, [*state.processes, process])
-        write_atomic(self.folder / FILE, json.dumps(asdict(state), indent=1).encode())
+        write_atomic(self.folder / FILE, json.dumps(asdict(state), indent=1).encode(), private=True)
         return state
+
+
+def make_token(path: Path) -> str:
+    """Write an operator's token to a file that only its owner can read."""
+    token = secrets.token_urlsafe(32)
+    write_atomic(path, token.encode(), private=True)
+    return token
 
 
 def log_in(home: Path, address: str, token: str) -> None:
@@ -300,15 +319,16 @@ def log_in(home: Path, address: str, token: str) -> None:
     store.set(REFRESH_TOKEN_STORE_KEY % address, b"none")  # wanted by Flower, and of no use to anybody
 
 
-def refuses_strangers(host: str, port: int, root: Path | None) -> None:
-    """Ask a SuperLink what a stranger would ask, and fail unless it refuses.
+def check_refusals(host: str, port: int, root: Path | None, paths: Sequence[str] = STRANGER) -> None:
+    """Ask a SuperLink or a node for what a stranger would ask, and fail unless it refuses.
 
     Args:
-        host: of the SuperLink.
-        port: of the SuperLink.
+        host: where it listens.
+        port: where it listens.
         root: the authority's certificate, or None without TLS.
+        paths: what is asked for.
     """
-    for path in ("/v1/control/list-runs", "/v1/control/register-node", "/v1/runtime/acquire-task"):
+    for path in paths:
         connection = (
             http.client.HTTPConnection(host, port, timeout=30)
             if root is None
@@ -320,15 +340,25 @@ def refuses_strangers(host: str, port: int, root: Path | None) -> None:
             connection.request("POST", path, b"", {"Content-Type": "application/protobuf"})
             status = connection.getresponse().status
         except (OSError, http.client.HTTPException) as error:
-            raise FadamgcError(f"the SuperLink at {host}:{port} does not answer: {error}") from error
+            raise FadamgcError(f"{host}:{port} does not answer: {error}") from error
         finally:
             connection.close()
         if status not in (401, 403):
             raise FadamgcError(
-                f"the SuperLink at {host}:{port} answers {path} to a stranger with {status}, not with a refusal; "
-                "it is stopped, because strangers could run code here. Use a version of Flower that is supported "
-                "(pip install 'fadamgc[flower]')"
+                f"{host}:{port} answers {path} with {status} to a request without a token, where only a "
+                "refusal (401, 403) keeps strangers out. Install a version of Flower that is supported: "
+                "pip install 'fadamgc[flower]'"
             )
+
+
+def search_path() -> str:
+    """$PATH with the commands of this Python first."""
+    return f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+
+
+def launch(kind: str) -> list[str]:
+    """The command that starts a "superlink" or a "supernode", to which Flower's options are added."""
+    return [sys.executable, "-P", str(LAUNCH), kind]
 
 
 def free_ports(count: int) -> list[int]:
