@@ -50,7 +50,7 @@ def ensure_certificates(folder: Path, address: str, now: datetime | None = None)
 
 
 def acceptable(folder: Path, address: str, when: datetime) -> bool:
-    """Whether a client that trusts ``ca.crt`` would accept ``server.crt`` at some time, and its key is here."""
+    """Whether a client that trusts ``ca.crt`` would accept the server at some time, and its key is here."""
     try:
         authority, server = (
             x509.load_pem_x509_certificate((folder / name).read_bytes())

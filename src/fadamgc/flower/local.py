@@ -46,6 +46,9 @@ QUIET = {
 }
 
 
+BOUND = {"FADAMGC_BIND_CLIENTS": "on"}  # a client belongs to the node key that first spoke for it
+
+
 @dataclass(frozen=True)
 class Process:
     """A process that was started, such that another with the same number is not taken for it."""
@@ -280,7 +283,7 @@ class Federation:
             since = file.tell()
             started = subprocess.Popen(
                 command,
-                env=self.environment,
+                env=(BOUND if state.secure else {}) | self.environment,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
