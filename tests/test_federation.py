@@ -236,9 +236,9 @@ def faulty_round(world, faults, server, late):
         return
     original = store_module.write_bundle
 
-    def write(*arguments):
+    def write(*arguments, **options):
         if server == "killed after writing":
-            original(*arguments)
+            original(*arguments, **options)
         raise Killed
 
     store_module.write_bundle = write

@@ -15,6 +15,7 @@ import logging
 import os
 import re
 import secrets
+import stat
 import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -188,10 +189,15 @@ def make_folder(folder: Path, private: bool = False) -> None:
 
 
 def private_folder(folder: Path) -> None:
-    """Make a folder that only the user may read; close one of the user's own that exists to others."""
+    """Make a folder that only its owner can enter (0700); tighten an existing one that the user owns."""
     make_folder(folder, private=True)
-    if hasattr(os, "getuid") and folder.stat().st_uid == os.getuid():
-        folder.chmod(0o700)
+    try:
+        status = folder.stat()
+        own = not hasattr(os, "geteuid") or status.st_uid == os.geteuid()
+        if own and stat.S_IMODE(status.st_mode) != 0o700:
+            folder.chmod(0o700)
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be made private: {error.strerror or error}") from error
 
 
 def unwritable(path: Path, error: OSError) -> CheckpointError:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -20,13 +22,15 @@ import fadamgc
 pytest.importorskip("flwr", reason="Flower is not installed")
 
 from fadamgc.algorithm import example
+from fadamgc.errors import FadamgcError
 from fadamgc.experiments.build import build_task
 from fadamgc.experiments.reading import task_spec
 from fadamgc.experiments.report import write_report
 from fadamgc.experiments.spec import DigitsTask
 from fadamgc.files import has_bundle, read_bundle
+from fadamgc.flower.certificates import ensure_node_keys
 from fadamgc.flower.keeper import Keeper
-from fadamgc.flower.local import HOST, Federation, _command, free_ports
+from fadamgc.flower.local import ACQUIRE, HOST, NAME, Federation, _command, check_refusals, free_ports
 from fadamgc.flower.protocol import NEVER, Stamp
 
 APP = Path(__file__).parents[2] / "examples" / "flower-digits"
@@ -118,6 +122,9 @@ def test_scaffold_has_the_simulators_numbers(federation, tmp_path):
         addresses = listening(federation)
         assert len(addresses) >= 4
         assert set(addresses) == {"0100007F"}  # 127.0.0.1, and nothing beyond
+    stranger = Federation(tmp_path / "stranger")
+    ensure_node_keys(stranger.keys, ["node-0"])
+    check_stranger(federation, stranger, tmp_path)  # also without TLS
     federation.run(APP, config(tmp_path / "server", "scaffold"))
     check_numbers(tmp_path / "server", "scaffold")
 
@@ -169,13 +176,45 @@ def quietly(federation, words):
         print(error, file=sys.stderr)
 
 
+def check_stranger(federation, stranger, tmp_path):
+    """With ca.crt and the address, but without the token: no key is registered, no app is run."""
+    link, *nodes = federation.read().processes
+    (stranger.folder / "flwr").mkdir(parents=True, exist_ok=True)
+    shutil.copy(federation.folder / "flwr" / "config.toml", stranger.folder / "flwr")
+    evil = f'folder="{tmp_path / "evil"}"'
+    for words in (
+        ["supernode", "register", str(stranger.keys / "node-0.pub"), NAME],
+        ["run", str(APP), NAME, "--run-config", evil],
+        ["supernode", "list", NAME],
+        ["ls", NAME],
+    ):
+        with pytest.raises(FadamgcError, match="Authentication failed"):
+            stranger.flwr(*words, timeout=LIMIT)
+    root = federation.keys / "ca.crt" if federation.read().secure else None
+    check_refusals(HOST, link.port, root)
+    for node in nodes:
+        check_refusals(HOST, node.port, None, [ACQUIRE])
+    assert json.loads(federation.flwr("ls", NAME, "--format", "json"))["runs"] == []
+    listed = json.loads(federation.flwr("supernode", "list", NAME, "--format", "json"))["nodes"]
+    assert len(listed) == len(nodes)
+    assert not (tmp_path / "evil").exists()
+
+
+def check_private(folder):
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (folder, *folder.glob("*/"))} == {0o700}
+    for part in ("", "keys", "logs", "states/node-0"):
+        for path in (folder / part).glob("**/*" if part.startswith("states") else "*"):
+            if path.is_file() and path.name != ".lock":
+                assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
+
+
 def test_fadamgc_with_keys_has_the_simulators_numbers_and_no_strangers(federation, tmp_path):
     federation.up(3, secure=True, wait=LIMIT)
     link = federation.read().processes[0].port
     stranger = Federation(tmp_path / "stranger")
-    from fadamgc.flower.local import _secrets
-
-    keys = _secrets(stranger.folder / "keys", 1)
+    ensure_node_keys(stranger.keys, ["node-0"])
+    check_stranger(federation, stranger, tmp_path)
+    keys = stranger.keys
     (port,) = free_ports(1)
     command = [
         *(_command("flower-supernode"), "--superlink", f"{HOST}:{link}", "--host", HOST, "--port", str(port)),
@@ -195,6 +234,7 @@ def test_fadamgc_with_keys_has_the_simulators_numbers_and_no_strangers(federatio
         child.wait(10)
     federation.run(APP, config(tmp_path / "server", rounds=1))
     assert rounds_done(tmp_path / "server") == 1
+    check_private(federation.folder)
 
     kill(federation, "node 1")
     federation.start_again("node 1")  # with its key: it is the client it was, with its state

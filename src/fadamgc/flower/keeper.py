@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from fadamgc.errors import CheckpointError
-from fadamgc.files import has_bundle, hold, read_bundle, write_bundle
+from fadamgc.files import has_bundle, hold, private_folder, read_bundle, write_bundle
 from fadamgc.flower.protocol import Kept, RefusedError, Stamp, check_name
 
 NAME = "state"
@@ -80,14 +80,21 @@ class Keeper:
             "has_state": kept.state is not None,
             "pending": None if kept.pending is None else list(kept.pending),
         }
-        write_bundle(self.folder, NAME, content, tensors)
+        self._tighten()
+        write_bundle(self.folder, NAME, content, tensors, private=True)
 
     @contextmanager
     def only_one(self, seconds: float = 60.0) -> Iterator[None]:
         """Hold the state: of two processes that work for the same client, the second waits."""
+        self._tighten()
         with hold(self.folder, seconds) as held:
             if not held:
                 raise RefusedError(
                     "busy", f"client {self.client} is still at work on another request after {seconds:g} s"
                 )
             yield
+
+    def _tighten(self) -> None:
+        """Keep others out, also of a folder that an earlier version has made: y_i is a mean of gradients."""
+        private_folder(self.folder.parent)
+        private_folder(self.folder)

@@ -1,15 +1,21 @@
 """A federation on this machine: one SuperLink and some SuperNodes on loopback, started and stopped.
 
 Everything is in one folder: logs, certificates and keys, the nodes' states, Flower's own files, and
-``federation.json``, which says what runs.
+``federation.json``, which says what runs. Only its owner can enter the folder.
+
+The SuperLink's Control API is for the holder of the operator's token, which is in the folder; ``launch.py``
+says what that closes.
 """
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
+import secrets
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -17,12 +23,18 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from fadamgc.errors import FadamgcError, InputError, whole
-from fadamgc.files import write_atomic
+from fadamgc.files import private_folder, write_atomic
 
 FILE = "federation.json"
+TOKEN = "operator.token"
+LAUNCH = Path(__file__).with_name("launch.py")
+ACQUIRE = "/v1/runtime/acquire-task"
+STRANGER = (  # what lets a stranger run code, or act as an app
+    *("/v1/control/start-run", "/v1/control/register-node"),
+    *(ACQUIRE, "/v1/runtime/start-automation"),
+)
 NAME = "local"  # of the federation in Flower's config
 HOST = "127.0.0.1"
 RETRY = 5.0  # seconds
@@ -32,6 +44,9 @@ QUIET = {
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
 }
+
+
+BOUND = {"FADAMGC_BIND_CLIENTS": "on"}  # a client belongs to the node key that first spoke for it
 
 
 @dataclass(frozen=True)
@@ -74,8 +89,12 @@ class Federation:
     @property
     def environment(self) -> dict[str, str]:
         """For Flower's commands: its files in the folder, no telemetry, this Python first."""
-        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-        return os.environ | QUIET | {"FLWR_HOME": str(self.folder / "flwr"), "PATH": path}
+        return os.environ | QUIET | {"FLWR_HOME": str(self.folder / "flwr"), "PATH": search_path()}
+
+    @property
+    def keys(self) -> Path:
+        """The folder of certificates, keys and the operator's token."""
+        return self.folder / "keys"
 
     def read(self) -> State:
         """What was started; nothing if there is no file."""
@@ -96,29 +115,46 @@ class Federation:
             raise InputError(
                 f"a federation is running in {self.folder}; stop it with `fadamgc federation down`"
             )
-        for name in ("flower-superlink", "flower-supernode", "flwr"):
+        for name in ("flower-superlink", "flower-supernode", "flower-superexec", "flwr"):
             _command(name)
-        for name in ("flwr", "logs", "states"):
-            (self.folder / name).mkdir(parents=True, exist_ok=True)
+        for name in ("", "flwr", "keys", "logs", "states"):
+            private_folder(self.folder / name)
         link, *ports = free_ports(nodes + 1)
-        secrets = _secrets(self.folder / "keys", nodes) if secure else None
-        write_atomic(self.folder / "flwr" / "config.toml", self._config(link, secure).encode())
+        if secure:
+            from fadamgc.flower.certificates import ensure_certificates, ensure_node_keys
+
+            ensure_certificates(self.keys, HOST)
+            ensure_node_keys(self.keys, [f"node-{i}" for i in range(nodes)])
+        write_atomic(self.folder / "flwr" / "config.toml", self._config(link, secure).encode(), private=True)
+        token = make_token(self.keys / TOKEN)  # another one at every start
+        (self.folder / "flwr" / "credentials.yaml").unlink(missing_ok=True)  # of earlier starts
+        log_in(self.folder / "flwr", f"{HOST}:{link}", token)
         state = State(secure)
         try:
-            state = self._start(state, "superlink", link, _link_command(link, secrets))
+            state = self._start(state, "superlink", link, self._link_command(link, secure))
             _listening(state.processes[0], wait)
+            check_refusals(HOST, link, self.keys / "ca.crt" if secure else None)
             for i, port in enumerate(ports):
-                if secrets is not None:
-                    self.flwr("supernode", "register", str(secrets / f"node-{i}.pub"), NAME, timeout=wait)
+                if secure:
+                    self.flwr("supernode", "register", str(self.keys / f"node-{i}.pub"), NAME, timeout=wait)
                 state = self._start(
-                    state, f"node {i}", port, self._node_command(i, nodes, link, port, secrets)
+                    state, f"node {i}", port, self._node_command(i, nodes, link, port, secure)
                 )
             for process in state.processes[1:]:
                 _registered(process, wait)
+                check_refusals(HOST, process.port, None, [ACQUIRE])
         except BaseException:
             self.down()
             raise
         return state
+
+    def warning(self) -> str | None:
+        """What to say about the certificates of a federation that runs, if they end soon."""
+        if not self.read().secure:
+            return None
+        from fadamgc.flower.certificates import warning
+
+        return warning(self.keys)
 
     def down(self, wait: float = 10.0) -> int:
         """Stop everything; how many processes ran."""
@@ -149,7 +185,7 @@ class Federation:
             with suppress(OSError):
                 its = (process / "environ").read_bytes().split(b"\0")
                 line = (process / "cmdline").read_bytes()
-                if mark in its and (b"flower-" in line or b"flwr" in line):
+                if mark in its and (b"flower" in line or b"flwr" in line):
                     found.append(int(process.name))
         return [pid for pid in found if pid != os.getpid()]
 
@@ -164,14 +200,13 @@ class Federation:
         if old is None or old.alive:
             raise InputError(f"{name!r} cannot be started again: it {'runs' if old else 'is not known'}")
         nodes = len(state.processes) - 1
-        secrets = self.folder / "keys" if state.secure else None
         i = int(name.removeprefix("node "))
         link = state.processes[0].port
         others = State(state.secure, [process for process in state.processes if process.name != name])
         until = time.monotonic() + wait
         while True:
             (port,) = free_ports(1)
-            command = self._node_command(i, nodes, link, port, secrets)
+            command = self._node_command(i, nodes, link, port, state.secure)
             process = self._start(others, name, port, command).processes[-1]
             try:
                 _registered(process, until - time.monotonic())
@@ -212,30 +247,43 @@ class Federation:
 
     def _config(self, port: int, secure: bool) -> str:
         lines = [f"[superlink.{NAME}]", f'address = "{HOST}:{port}"']
-        root = self.folder / "keys" / "ca.crt"
+        root = self.keys / "ca.crt"
         lines.append(f'root-certificates = "{root}"' if secure else "insecure = true")
         return "\n".join(["[superlink]", f'default = "{NAME}"', "", *lines]) + "\n"
 
-    def _node_command(self, i: int, nodes: int, link: int, port: int, secrets: Path | None) -> list[str]:
-        where = self.folder / "states" / f"node-{i}"
-        config = f'partition-id={i} num-partitions={nodes} state-folder="{where}"'
-        words = [_command("flower-supernode"), "--superlink", f"{HOST}:{link}", "--host", HOST]
-        words += ["--port", str(port), "--node-config", config]
-        if secrets is None:
+    def _link_command(self, port: int, secure: bool) -> list[str]:
+        words = [*launch("superlink"), "--operator-token", str(self.keys / TOKEN)]
+        words += ["--host", HOST, "--port", str(port)]
+        if not secure:
             return [*words, "--insecure"]
         return [
             *words,
-            *("--root-certificates", str(secrets / "ca.crt")),
-            *("--auth-supernode-private-key", str(secrets / f"node-{i}")),
+            *("--ssl-ca-certfile", str(self.keys / "ca.crt")),
+            *("--ssl-certfile", str(self.keys / "server.crt")),
+            *("--ssl-keyfile", str(self.keys / "server.key")),
+            "--enable-supernode-auth",
+        ]
+
+    def _node_command(self, i: int, nodes: int, link: int, port: int, secure: bool) -> list[str]:
+        where = self.folder / "states" / f"node-{i}"
+        config = f'partition-id={i} num-partitions={nodes} state-folder="{where}"'
+        words = [*launch("supernode"), "--superlink", f"{HOST}:{link}"]
+        words += ["--host", HOST, "--port", str(port), "--node-config", config]
+        if not secure:
+            return [*words, "--insecure"]
+        return [
+            *words,
+            *("--root-certificates", str(self.keys / "ca.crt")),
+            *("--auth-supernode-private-key", str(self.keys / f"node-{i}")),
         ]
 
     def _start(self, state: State, name: str, port: int, command: Sequence[str]) -> State:
         log = self.folder / "logs" / f"{name.replace(' ', '-')}.log"
-        with open(log, "ab") as file:
+        with open(log, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
             since = file.tell()
             started = subprocess.Popen(
                 command,
-                env=self.environment,
+                env=(BOUND if state.secure else {}) | self.environment,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
@@ -245,8 +293,75 @@ class Federation:
         self._children.append(started)
         process = Process(name, started.pid, _began(started.pid) or "", port, str(log), since)
         state = State(state.secure, [*state.processes, process])
-        write_atomic(self.folder / FILE, json.dumps(asdict(state), indent=1).encode())
+        write_atomic(self.folder / FILE, json.dumps(asdict(state), indent=1).encode(), private=True)
         return state
+
+
+def make_token(path: Path) -> str:
+    """Write an operator's token to a file that only its owner can read."""
+    token = secrets.token_urlsafe(32)
+    write_atomic(path, token.encode(), private=True)
+    return token
+
+
+def log_in(home: Path, address: str, token: str) -> None:
+    """Let Flower's command send the operator's token to a SuperLink.
+
+    Args:
+        home: Flower's folder, $FLWR_HOME.
+        address: of the SuperLink, written as in Flower's ``config.toml``.
+        token: the operator's.
+    """
+    from flwr.cli.constant import ACCESS_TOKEN_STORE_KEY, AUTHN_TYPE_STORE_KEY, REFRESH_TOKEN_STORE_KEY
+    from flwr.common.constant import AuthnType
+    from flwr.supercore.credential_store.file_credential_store import FileCredentialStore
+
+    store = FileCredentialStore(home / "credentials.yaml")
+    store.set(AUTHN_TYPE_STORE_KEY % address, AuthnType.OIDC.encode())
+    store.set(ACCESS_TOKEN_STORE_KEY % address, token.encode())
+    store.set(REFRESH_TOKEN_STORE_KEY % address, b"none")  # wanted by Flower, and of no use to anybody
+
+
+def check_refusals(host: str, port: int, root: Path | None, paths: Sequence[str] = STRANGER) -> None:
+    """Ask a SuperLink or a node for what a stranger would ask, and fail unless it refuses.
+
+    Args:
+        host: where it listens.
+        port: where it listens.
+        root: the authority's certificate, or None without TLS.
+        paths: what is asked for.
+    """
+    for path in paths:
+        connection = (
+            http.client.HTTPConnection(host, port, timeout=30)
+            if root is None
+            else http.client.HTTPSConnection(
+                host, port, timeout=30, context=ssl.create_default_context(cafile=str(root))
+            )
+        )
+        try:
+            connection.request("POST", path, b"", {"Content-Type": "application/protobuf"})
+            status = connection.getresponse().status
+        except (OSError, http.client.HTTPException) as error:
+            raise FadamgcError(f"{host}:{port} does not answer: {error}") from error
+        finally:
+            connection.close()
+        if status not in (401, 403):
+            raise FadamgcError(
+                f"{host}:{port} answers {path} with {status} to a request without a token, where only a "
+                "refusal (401, 403) keeps strangers out. Install a version of Flower that is supported: "
+                "pip install 'fadamgc[flower]'"
+            )
+
+
+def search_path() -> str:
+    """$PATH with the commands of this Python first."""
+    return f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+
+
+def launch(kind: str) -> list[str]:
+    """The command that starts a "superlink" or a "supernode", to which Flower's options are added."""
+    return [sys.executable, "-P", str(LAUNCH), kind]
 
 
 def free_ports(count: int) -> list[int]:
@@ -266,19 +381,6 @@ def _command(name: str) -> str:
     if not path.exists():
         raise FadamgcError(f"{name} is not there; install Flower with: pip install 'fadamgc[flower]'")
     return str(path)
-
-
-def _link_command(port: int, secrets: Path | None) -> list[str]:
-    words = [_command("flower-superlink"), "--host", HOST, "--port", str(port)]
-    if secrets is None:
-        return [*words, "--insecure"]
-    return [
-        *words,
-        *("--ssl-ca-certfile", str(secrets / "ca.crt")),
-        *("--ssl-certfile", str(secrets / "server.crt")),
-        *("--ssl-keyfile", str(secrets / "server.key")),
-        "--enable-supernode-auth",
-    ]
 
 
 def _began(pid: int) -> str | None:
@@ -332,58 +434,3 @@ def _tail(process: Process) -> str:
         lines = Path(process.log).read_text(errors="replace").strip().splitlines()
         return f"{process.log} ends with:\n" + "\n".join(lines[-10:])
     return f"see {process.log}"
-
-
-def _secrets(folder: Path, nodes: int) -> Path:
-    """A certificate authority, the SuperLink's certificate, a key for each node; what is there stays."""
-    from datetime import UTC, datetime, timedelta
-    from ipaddress import ip_address
-
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-    from cryptography.x509.oid import NameOID
-
-    folder.mkdir(parents=True, exist_ok=True)
-    folder.chmod(0o700)
-
-    def write(name: str, data: bytes) -> None:
-        write_atomic(folder / name, data)
-        (folder / name).chmod(0o600)
-
-    def private(key: ec.EllipticCurvePrivateKey, form: serialization.PrivateFormat) -> bytes:
-        return key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
-
-    def certificate(subject: str, issuer: str, key: Any, signer: Any, ca: bool) -> x509.Certificate:
-        now = datetime.now(UTC)
-        builder = (
-            x509.CertificateBuilder()
-            .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, subject)]))
-            .issuer_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, issuer)]))
-            .public_key(key.public_key())
-            .serial_number(x509.random_serial_number())
-            .not_valid_before(now - timedelta(days=1))
-            .not_valid_after(now + timedelta(days=365))
-            .add_extension(x509.BasicConstraints(ca=ca, path_length=None), critical=True)
-        )
-        if not ca:
-            names = [x509.DNSName("localhost"), x509.IPAddress(ip_address(HOST))]
-            builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
-        return builder.sign(signer, hashes.SHA256())
-
-    if not (folder / "server.crt").exists():
-        authority, server = (ec.generate_private_key(ec.SECP384R1()) for _ in range(2))
-        root = certificate("fadamgc local federation", "fadamgc local federation", authority, authority, True)
-        own = certificate("localhost", "fadamgc local federation", server, authority, False)
-        write("server.key", private(server, serialization.PrivateFormat.PKCS8))
-        write("ca.crt", root.public_bytes(serialization.Encoding.PEM))
-        write("server.crt", own.public_bytes(serialization.Encoding.PEM))
-    for i in range(nodes):
-        if not (folder / f"node-{i}.pub").exists():
-            key = ec.generate_private_key(ec.SECP384R1())
-            write(f"node-{i}", private(key, serialization.PrivateFormat.OpenSSH))
-            public = key.public_key().public_bytes(
-                serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
-            )
-            write(f"node-{i}.pub", public)
-    return folder

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from fadamgc.errors import CheckpointError
-from fadamgc.files import has_bundle, hold, read_bundle, write_atomic, write_bundle
+from fadamgc.files import has_bundle, hold, private_folder, read_bundle, write_atomic, write_bundle
 
 NAME = "federation"
 START = "start.json"  # which start of the server may write
@@ -39,7 +39,7 @@ class Store:
             found = read_bundle(self.folder, NAME) if has_bundle(self.folder, NAME) else None
             before = 0 if found is None else int(found[0]["attempt"])
             self.attempt = max(before, self._newest()) + 1
-            write_atomic(self.folder / START, json.dumps({"attempt": self.attempt}).encode())
+            write_atomic(self.folder / START, json.dumps({"attempt": self.attempt}).encode(), private=True)
         return found
 
     def check(self) -> None:
@@ -55,10 +55,11 @@ class Store:
         """Replace the checkpoint."""
         with self._alone():
             self.check()
-            write_bundle(self.folder, NAME, {"attempt": self.attempt, **content}, tensors)
+            write_bundle(self.folder, NAME, {"attempt": self.attempt, **content}, tensors, private=True)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
+        private_folder(self.folder)
         with hold(self.folder, BUSY) as held:
             if not held:
                 raise CheckpointError(f"another process has been writing to {self.folder} for {BUSY:g} s")

@@ -1,0 +1,208 @@
+"""Start Flower's SuperLink or a SuperNode with its doors shut.
+
+    python -P launch.py superlink --operator-token FILE [options of flower-superlink]
+    python -P launch.py supernode [options of flower-supernode]
+
+Flower serves three APIs on the SuperLink's one port, and only one of them asks who is there:
+
+- Fleet, for the nodes. With ``--enable-supernode-auth``, requests are signed with a registered key.
+- Control, for ``flwr run`` and ``flwr supernode register``: whoever may use it can run code on the server and
+  on every node. Flower can authenticate accounts there, but comes without a plugin that does. ``Operator`` is
+  one: it accepts requests that carry the token in the operator's file.
+- Runtime, for the apps that the SuperLink starts (a SuperNode has one, too): whoever asks first gets the next
+  task, with a token to act as that app. Flower can demand a shared secret of its SuperExec, which fetches the
+  tasks, but only if the SuperExec is started separately. So it is started here, with a secret that is in
+  memory only. An app's token is on its command line, where other users of the machine can read it, and would
+  let them start runs (``start-automation``): of the SuperLink's Runtime API, only what a ServerApp needs is
+  served.
+
+This file is a script that imports nothing of fadamgc, because torch has no place in a SuperLink. Of Flower's
+functions that it calls, ``_parse_superlink_lifespan_config`` is private (the same in 1.41 and 1.42).
+``fadamgc federation up`` asks a SuperLink that it has started whether it refuses strangers indeed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hmac
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flwr.common.constant import ACCESS_TOKEN_KEY
+from flwr.superlink.auth_plugin import NoOpControlAuthnPlugin
+
+if TYPE_CHECKING:
+    from flwr.supercore.auth.typing import AccountInfo
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+SHORTEST = 32  # characters of an operator's token
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+RUNTIME = "/v1/runtime/"
+SERVED = frozenset(  # of the Runtime API: what SuperExec and ServerApp call
+    {
+        *("acquire-task", "send-task-heartbeat", "pull-task-input", "push-task-output", "push-logs"),
+        *("get-nodes", "push-messages", "pull-messages"),
+        *("push-object", "pull-object", "confirm-message-received"),
+    }
+)
+
+Metadata = Sequence[tuple[str, str | bytes]]
+
+
+class Operator(NoOpControlAuthnPlugin):
+    """Account authentication for a single account, whose requests carry a token."""
+
+    def __init__(self, token: str) -> None:
+        super().__init__()
+        self._token = token.encode()
+
+    def validate_tokens_in_metadata(self, metadata: Metadata) -> tuple[bool, AccountInfo | None]:
+        """Accept the operator's token; compared in a time that does not depend on where it differs."""
+        for key, value in metadata:
+            received = value.encode(errors="surrogateescape") if isinstance(value, str) else value
+            if key == ACCESS_TOKEN_KEY and hmac.compare_digest(received, self._token):
+                return super().validate_tokens_in_metadata(metadata)
+        return False, None
+
+    def refresh_tokens(self, metadata: Metadata) -> tuple[Metadata | None, AccountInfo | None]:  # noqa: ARG002
+        """Refuse: the token does not change while the SuperLink runs."""
+        return None, None
+
+
+class OnlyTraining:
+    """Refuse what training does not need of the Runtime API: apps that start runs, agents, connectors."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, or pass it on."""
+        path = str(scope.get("path", ""))
+        if path.startswith(RUNTIME) and path.removeprefix(RUNTIME) not in SERVED:
+            from starlette.responses import PlainTextResponse
+
+            await PlainTextResponse("not served here", 403)(scope, receive, send)
+        else:
+            await self.app(scope, receive, send)
+
+
+def read_token(path: Path) -> str:
+    """Read an operator's token; a ValueError if there is none, others can read it, or it is short."""
+    file = path.expanduser()
+    try:
+        token = file.read_text().strip()
+        mode = file.stat().st_mode
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--operator-token {path} cannot be read: {error}") from None
+    if mode & 0o077:
+        raise ValueError(f"--operator-token {path} can be read by other users; chmod 600 {path}")
+    if len(token) < SHORTEST or not token.isascii() or not token.isprintable() or " " in token:
+        raise ValueError(
+            f"--operator-token {path} is not accepted: a token has at least {SHORTEST} ASCII characters and "
+            "no spaces"
+        )
+    return token
+
+
+def superlink(arguments: Sequence[str]) -> None:
+    """Run a SuperLink until it ends."""
+    parser = argparse.ArgumentParser("superlink", allow_abbrev=False, add_help=False)
+    parser.add_argument("--operator-token", type=Path, required=True)
+    own, others = parser.parse_known_args(arguments)
+    try:
+        operator = Operator(read_token(own.operator_token))
+    except ValueError as error:
+        sys.exit(str(error))
+    try:
+        from flwr.superlink.cli.flower_superlink import SuperLinkLifespan, _parse_superlink_lifespan_config
+    except ImportError as error:
+        sys.exit(f"this version of Flower cannot be started with an operator's token: {error}")
+    import uvicorn
+    from flwr.supercore.address import resolve_bind_address
+    from flwr.supercore.http_logging import get_uvicorn_log_config
+    from flwr.supercore.logger import console_handler
+    from flwr.superlink.main import create_app
+
+    sys.argv = ["flower-superlink", *others]  # Flower reads them there
+    secret = secrets.token_bytes(32)
+    config = replace(
+        _parse_superlink_lifespan_config(),
+        authn_plugin=operator,
+        superexec_auth_secret=secret,
+        isolation="process",  # the SuperExec is started here
+    )
+    if config.certificates is None and config.host not in LOOPBACK:
+        sys.exit(
+            f"--host {config.host} needs certificates: without TLS, everybody on the way reads the token"
+        )
+    app = create_app(config, SuperLinkLifespan)
+    app.add_middleware(OnlyTraining)
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    start_superexec(
+        resolve_bind_address(f"{host}:{config.port}"),
+        secret,
+        config.ssl_ca_certfile,
+        install=config.runtime_dependency_install,
+    )
+    uvicorn.run(
+        app,
+        host=config.host,
+        port=config.port,
+        log_config=get_uvicorn_log_config(console_handler.level),
+        ssl_keyfile=config.ssl_keyfile,
+        ssl_certfile=config.ssl_certfile,
+        workers=1,
+    )
+
+
+def supernode(arguments: Sequence[str]) -> None:
+    """Become a SuperNode."""
+    parser = argparse.ArgumentParser("supernode", allow_abbrev=False, add_help=False)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", default="9094")
+    parser.add_argument("--ssl-ca-certfile")
+    parser.add_argument("--allow-runtime-dependency-installation", action="store_true")
+    known, _ = parser.parse_known_args(arguments)
+    from flwr.supercore.address import resolve_bind_address
+
+    secret = secrets.token_bytes(32)
+    start_superexec(
+        resolve_bind_address(f"{known.host}:{known.port}"),
+        secret,
+        known.ssl_ca_certfile,
+        install=known.allow_runtime_dependency_installation,
+    )
+    source = secret_source(secret)
+    os.set_inheritable(source, True)
+    words = ["--isolation", "process", "--superexec-auth-secret-file", f"/dev/fd/{source}"]
+    os.execvp("flower-supernode", ["flower-supernode", *arguments, *words])
+
+
+def start_superexec(address: str, secret: bytes, root: str | None, install: bool) -> None:
+    """Start Flower's SuperExec, which fetches tasks and starts apps; it ends with this process."""
+    source = secret_source(secret)
+    words = ["flower-superexec", "--runtime-api-address", address, "--parent-pid", str(os.getpid())]
+    words += ["--superexec-auth-secret-file", f"/dev/fd/{source}"]
+    words += ["--insecure"] if root is None else ["--root-certificates", root]
+    words += ["--allow-runtime-dependency-installation"] if install else []
+    subprocess.Popen(words, pass_fds=[source])
+    os.close(source)
+
+
+def secret_source(secret: bytes) -> int:
+    """A file descriptor from which the secret can be read once."""
+    source, sink = os.pipe()
+    os.write(sink, secret)
+    os.close(sink)
+    return source
+
+
+if __name__ == "__main__":
+    kind, *rest = sys.argv[1:]
+    {"superlink": superlink, "supernode": supernode}[kind](rest)
