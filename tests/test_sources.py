@@ -13,7 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 import sets
-from fadamgc import files
+from fadamgc import cache
 from fadamgc.cli import app
 from fadamgc.data import digits, har, images
 from fadamgc.data.check import check
@@ -123,17 +123,17 @@ def test_a_damaged_cache_is_made_again_and_one_that_cannot_be_written_is_done_wi
 
 def test_the_cache_gives_up_what_was_not_used_for_the_longest_time(tmp_path, monkeypatch):
     monkeypatch.setenv("FADAMGC_CACHE", str(tmp_path))
-    monkeypatch.setattr(files, "ROOM", 3 * 928)  # of three arrays, with their headers
+    monkeypatch.setattr(cache, "ROOM", 3 * 960)  # of three arrays, with their headers and digests
     makes = {name: partial(np.full, 100, value) for value, name in enumerate("abcd", start=1)}
     for age, name in enumerate("abc"):
-        files.cached(f"some/{name}", makes[name])
+        cache.cached(f"some/{name}", makes[name])
         os.utime(tmp_path / "some" / f"{name}.npy", (1000 + age, 1000 + age))
-    files.cached("some/a", makes["a"])  # used again, so that b is the oldest
-    kept = files.cached("some/d", makes["d"], mapped=True)
+    cache.cached("some/a", makes["a"])  # used again, so that b is the oldest
+    kept = cache.cached("some/d", makes["d"], mapped=True)
     assert sorted(file.stem for file in (tmp_path / "some").iterdir()) == ["a", "c", "d"]
     assert kept.tolist() == [4] * 100
-    monkeypatch.setattr(files, "ROOM", 1)  # what is needed now stays
-    assert files.cached("some/e", makes["a"], mapped=True)[0] == 1
+    monkeypatch.setattr(cache, "ROOM", 1)  # what is needed now stays
+    assert cache.cached("some/e", makes["a"], mapped=True)[0] == 1
     assert [file.stem for file in (tmp_path / "some").iterdir()] == ["e"]
 
 

@@ -10,18 +10,15 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
-import logging
 import os
 import secrets
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO
 
-import numpy as np
-import numpy.typing as npt
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
@@ -29,9 +26,6 @@ from torch import Tensor
 from fadamgc.errors import CheckpointError
 
 FORMAT = 1
-ROOM = 8 << 30  # bytes that arrays of one kind may take in the cache
-
-log = logging.getLogger("fadamgc")
 
 
 def write_atomic(path: Path, data: bytes | Callable[[BinaryIO], object]) -> None:
@@ -58,56 +52,6 @@ def write_atomic(path: Path, data: bytes | Callable[[BinaryIO], object]) -> None
         os.fsync(folder)
     finally:
         os.close(folder)
-
-
-def cache_folder() -> Path:
-    """Where things are kept that could be made again: $FADAMGC_CACHE, else the user's cache folder."""
-    given = os.environ.get("FADAMGC_CACHE")
-    if given:
-        return Path(given).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fadamgc"
-
-
-def cached(name: str, make: Callable[[], npt.NDArray[Any]], mapped: bool = False) -> npt.NDArray[Any]:
-    """An array that was made before, from the cache; made, and kept there, if it is not or cannot be read.
-
-    Args:
-        name: where it lies in the cache; it must change when what is made does.
-        make: makes it.
-        mapped: leave it on disk, and read the parts that are used.
-    """
-    place = cache_folder() / f"{name}.npy"
-    mode: Literal["r"] | None = "r" if mapped else None
-    array: npt.NDArray[Any]
-    try:
-        array = np.load(place, mmap_mode=mode)
-        with suppress(OSError):
-            os.utime(place)  # those that were not used for the longest time go first
-        return array
-    except FileNotFoundError:
-        pass
-    except Exception as error:  # numpy has many ways to say that a file is damaged
-        log.info("%s is made again: %s", place, error)
-    array = make()
-    try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(place, lambda file: np.save(file, array))
-        _make_room(place)
-        if mapped:
-            array = np.load(place, mmap_mode=mode)  # what was made need not stay in memory
-    except OSError as error:
-        log.info("%s is not kept: %s", place, error)
-    return array
-
-
-def _make_room(newest: Path) -> None:
-    """Remove arrays that were not used for long from the newest one's folder, if they take too much."""
-    found = [(file.stat(), file) for file in newest.parent.glob("*.npy") if file != newest]
-    left = ROOM - newest.stat().st_size
-    for its, file in sorted(found, key=lambda pair: -pair[0].st_mtime):
-        left -= its.st_size
-        if left < 0:
-            file.unlink(missing_ok=True)  # who reads it at this moment goes on doing so
 
 
 def config_file() -> Path:

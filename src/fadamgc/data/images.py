@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from fadamgc.cache import cached
 from fadamgc.data import parquet
 from fadamgc.data.sources import Source, files_of, source
 from fadamgc.errors import InputError
-from fadamgc.files import cached
 
 FORMAT = 1  # of the cached arrays
 

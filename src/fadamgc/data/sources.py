@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from fadamgc.cache import cache_folder
 from fadamgc.errors import InputError, nearest
-from fadamgc.files import cache_folder, config_file
+from fadamgc.files import config_file
 
 VARIABLE = "FADAMGC_DATA"
 

@@ -26,12 +26,14 @@ from typing import Any, NamedTuple
 import torch
 
 from fadamgc.algorithm import AnyAlgorithm
+from fadamgc.cache import code_folder
 from fadamgc.errors import CheckpointError, FadamgcError, NonFiniteError, whole
 from fadamgc.experiments.build import build_task
 from fadamgc.experiments.spec import CostSpec, MethodSpec, PicturesTask, RunSpec, Spec, TaskSpec, TextTask
 from fadamgc.files import as_json, has_bundle
 from fadamgc.sim.cores import one_thread
 from fadamgc.sim.engine import Engine, Hooks, Makers, RoundEnd, prepare, simulate
+from fadamgc.sim.executors.native import compiler
 from fadamgc.sim.many import Share, advance
 from fadamgc.sim.run import Run, load_run
 from fadamgc.trackers import chosen
@@ -250,6 +252,8 @@ def run_jobs(jobs: Sequence[Job], workers: int | None, progress: Progress, finis
                 for i, outcome in zip(group, outcomes, strict=True):
                     finished(i, outcome)
         return
+    if compiler() is not None:
+        code_folder()  # if it is a temporary one, the processes share it
     context = get_context("spawn")
     stop, messages = context.Event(), context.SimpleQueue()
     pool = ProcessPoolExecutor(count, context, _start_worker, (stop, messages))
