@@ -137,7 +137,7 @@ def test_the_folder_asks_what_to_do_with_what_it_holds(done):
     assert "already holds an experiment; --resume goes on with it, --overwrite replaces it" in refused.stderr
     resumed = fadamgc(*again, "--resume")
     assert resumed.exit_code == 0
-    assert resumed.stderr == ""  # no run was made again
+    assert "[" not in resumed.stderr  # no run was made again
 
 
 def test_report_prices_the_same_runs_for_other_links(done):
@@ -164,6 +164,23 @@ def test_partition_draws_and_tells(tmp_path):
     assert "Dirichlet(0.5) over 7 clients" in result.stdout
     assert "samples a client: least" in result.stdout
     assert out.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_task_is_built_once_for_the_check_and_once_for_each_run(spec, tmp_path, monkeypatch):
+    from fadamgc.experiments import pool
+
+    built, original = [], pool.build_task
+    monkeypatch.setattr(pool, "build_task", lambda *a: built.append(a) or original(*a))
+    result = fadamgc("run", spec, "--rounds", 1, "--seeds", 1, "--out", tmp_path / "a", "--workers", 1)
+    assert result.exit_code == 0, result.output
+    assert len(built) == 1 + 2
+    assert result.stderr.startswith("preparing digits ...\nchecking 2 methods ...\n")
+    result = fadamgc("run", spec, "--rounds", 1, "--seeds", 1, "--out", tmp_path / "b", "--workers", 1, "-q")
+    assert result.stderr == ""
+    built.clear()
+    result = fadamgc("tune", spec, "--out", tmp_path / "c", "--workers", 1)
+    assert result.exit_code == 0, result.output
+    assert len(built) == 1 + 4  # two step sizes of two methods
 
 
 # What it refuses.

@@ -88,8 +88,14 @@ SOURCES = {
 }
 
 
+# Comes with scikit-learn, and so has no files in the data root.
+DIGITS = Source("digits", "pictures", None, ("train", "test"), ("x",), "y", 10, (1_437, 360), 8)
+
+
 def source(name: str) -> Source:
     """A data set by name."""
+    if name == DIGITS.name:
+        raise InputError(f"data={name!r} has no folder and needs no download: it comes with scikit-learn")
     if name not in SOURCES:
         raise InputError(
             f"data={name!r} is not known{nearest(name, SOURCES)}; known are {', '.join(SOURCES)}"

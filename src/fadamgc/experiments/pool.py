@@ -36,6 +36,7 @@ from fadamgc.sim.engine import Engine, Hooks, Makers, RoundEnd, prepare, simulat
 from fadamgc.sim.executors.native import compiler
 from fadamgc.sim.many import Share, advance
 from fadamgc.sim.run import Run, load_run
+from fadamgc.task import Task
 from fadamgc.trackers import chosen
 
 ADAPTER = "adapter"  # of a run on texts, in peft's format
@@ -88,11 +89,15 @@ class Job:
             "validation": self.validation,
         }
 
-    def check(self) -> Space:
+    def build(self) -> Task:
+        """Build the task of the run."""
+        return build_task(self.task, self.seed, self.validation)
+
+    def check(self, task: Task) -> Space:
         """Refuse what cannot run, without running it; how much room it needs on disk."""
         run = self.run
         executor = "loop" if run.executor == "auto" else run.executor  # made in no time
-        dry = replace(self, run=run.model_copy(update={"rounds": 0, "executor": executor})).simulate()
+        dry = simulate(**self.arguments(task) | {"rounds": 0, "executor": executor}, progress=False)
         sampled = run.sampled or dry.clients.n
         taking_part = min(dry.clients.n, run.rounds * sampled)
         states = _bytes(dry.server) + taking_part * _bytes(dry.clients.initial)
@@ -103,12 +108,12 @@ class Job:
         """Run it on its own, and keep nothing."""
         return self.labelled(simulate(**self.arguments(), progress=False))
 
-    def arguments(self) -> dict[str, Any]:
-        """What ``simulate`` is called with."""
+    def arguments(self, task: Task | None = None) -> dict[str, Any]:
+        """What ``simulate`` is called with, on a task that was built before, or a new one."""
         run = self.run
         return {
             "algorithm": self.algorithm,
-            "task": build_task(self.task, self.seed, self.validation),
+            "task": task or self.build(),
             "rounds": run.rounds,
             "sampled": run.sampled,
             "tracked": run.tracked,
