@@ -203,7 +203,7 @@ REFUSED = {
 @pytest.mark.parametrize(("old", "new", "message"), REFUSED.values(), ids=REFUSED.keys())
 def test_a_bad_spec_ends_with_the_reason(spec, tmp_path, old, new, message):
     spec.write_text(TINY.replace(old, new, 1))
-    result = fadamgc("run", spec, "--out", tmp_path / "out")
+    result = fadamgc("run", spec, "--out", tmp_path / "out", "--quiet")
     assert result.exit_code == 2
     assert message in result.stderr
     assert all(line.startswith("error: ") for line in result.stderr.splitlines())
@@ -282,14 +282,14 @@ def test_an_interrupt_keeps_what_is_finished_and_says_how_to_go_on(spec, tmp_pat
     options = ("--seeds", 1000, "--out", tmp_path / "out", "--workers", workers)
     child = process("run", spec, *options, start_new_session=True, preexec_fn=hear_interrupts)
     try:
-        seen = [child.stderr.readline() for _ in range(3)]
+        seen = [child.stderr.readline() for _ in range(5)]
         os.killpg(child.pid, signal.SIGINT)  # what a terminal does on Ctrl-C
         out, err = child.communicate(timeout=60)
     finally:
         if child.poll() is None:
             os.killpg(child.pid, signal.SIGKILL)
             child.communicate()
-    assert seen[2].startswith("[3/2000] LocalAdam, seed ")
+    assert seen[4].startswith("[3/2000] LocalAdam, seed ")
     assert child.returncode == 130
     assert "Traceback" not in out + err
     said = re.search(

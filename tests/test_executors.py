@@ -289,6 +289,14 @@ def test_code_that_others_own_or_can_write_is_not_loaded(planted_code, monkeypat
 
 
 @needs_compiler
+def test_code_is_loaded_from_a_folder_that_cannot_be_written(planted_code, monkeypatch):
+    step, arguments = step_with_series()
+    monkeypatch.setattr(native, "_compile", lambda *_: pytest.fail("compiled again"))
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert compiled(record(step, arguments), arguments).machine
+
+
+@needs_compiler
 def test_the_code_of_another_graph_is_not_loaded(planted_code, monkeypatch):
     step, _ = step_with_series()
     monkeypatch.setattr(native, "_compile", lambda graph, *_: native.Code(graph))

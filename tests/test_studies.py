@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import gzip
-import json
+import re
 from pathlib import Path
 from random import Random
 from statistics import fmean, mode
@@ -111,10 +111,8 @@ def test_every_study_names_the_executor_of_its_records(name):
         return
     for cell in load_study(name).cells:
         folder = records if (records / "runs").is_dir() else records / cell.spec.name
-        used = [
-            json.loads(gzip.decompress(path.read_bytes()))["settings"]["executor"]
-            for path in sorted(folder.glob("runs/*/run.json.gz"))
-        ]
+        texts = [gzip.decompress(path.read_bytes()) for path in folder.glob("runs/*/run.json.gz")]
+        used = [re.search(rb'"executor": "(\w+)", "compiled"', text)[1].decode() for text in texts]
         assert mode(used) == cell.spec.run.executor  # timing chose another one for a few
 
 

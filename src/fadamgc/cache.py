@@ -15,7 +15,7 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
@@ -145,7 +145,7 @@ def _make_room(newest: Path) -> None:
     remove_old(newest.parent.glob(".*.tmp"))  # of processes that were killed
 
 
-def remove_old(files: Any) -> None:
+def remove_old(files: Iterable[Path]) -> None:
     """Remove the files that were last written more than a day ago."""
     for file in files:
         with suppress(OSError):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from fadamgc.cache import cache_folder
+from fadamgc.cache import cache_folder, make_private
 from fadamgc.errors import InputError, nearest
 from fadamgc.files import config_file
 
@@ -187,6 +187,8 @@ def get(source: Source, say: Callable[[str], object] = print, root: Path | None 
     except ImportError:
         raise InputError("downloading needs the package datasets; pip install 'fadamgc[data]'") from None
     folder = (root or data_root()) / source.name
+    if folder.is_relative_to(cache_folder()):
+        make_private(cache_folder())
     make_folder(folder)
     for split in source.splits:
         say(f"{source.hub}: {split}")

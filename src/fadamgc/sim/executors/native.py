@@ -17,7 +17,7 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -267,7 +267,8 @@ def _loaded(library: bytes) -> ctypes.CDLL:
             file.write(library)
         return ctypes.CDLL(path)
     finally:
-        os.unlink(path)
+        with suppress(OSError):  # Windows does not remove what is loaded; ``_keep`` does so later
+            os.unlink(path)
 
 
 @cache
