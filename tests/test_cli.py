@@ -137,7 +137,7 @@ def test_the_folder_asks_what_to_do_with_what_it_holds(done):
     assert "already holds an experiment; --resume goes on with it, --overwrite replaces it" in refused.stderr
     resumed = fadamgc(*again, "--resume")
     assert resumed.exit_code == 0
-    assert resumed.stderr == ""  # no run was made again
+    assert "[" not in resumed.stderr  # no run was made again
 
 
 def test_report_prices_the_same_runs_for_other_links(done):
@@ -166,6 +166,23 @@ def test_partition_draws_and_tells(tmp_path):
     assert out.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_task_is_built_once_for_the_check_and_once_for_each_run(spec, tmp_path, monkeypatch):
+    from fadamgc.experiments import pool
+
+    built, original = [], pool.build_task
+    monkeypatch.setattr(pool, "build_task", lambda *a: built.append(a) or original(*a))
+    result = fadamgc("run", spec, "--rounds", 1, "--seeds", 1, "--out", tmp_path / "a", "--workers", 1)
+    assert result.exit_code == 0, result.output
+    assert len(built) == 1 + 2
+    assert result.stderr.startswith("preparing digits ...\nchecking 2 methods ...\n")
+    result = fadamgc("run", spec, "--rounds", 1, "--seeds", 1, "--out", tmp_path / "b", "--workers", 1, "-q")
+    assert result.stderr == ""
+    built.clear()
+    result = fadamgc("tune", spec, "--out", tmp_path / "c", "--workers", 1)
+    assert result.exit_code == 0, result.output
+    assert len(built) == 1 + 4  # two step sizes of two methods
+
+
 # What it refuses.
 
 REFUSED = {
@@ -186,7 +203,7 @@ REFUSED = {
 @pytest.mark.parametrize(("old", "new", "message"), REFUSED.values(), ids=REFUSED.keys())
 def test_a_bad_spec_ends_with_the_reason(spec, tmp_path, old, new, message):
     spec.write_text(TINY.replace(old, new, 1))
-    result = fadamgc("run", spec, "--out", tmp_path / "out")
+    result = fadamgc("run", spec, "--out", tmp_path / "out", "--quiet")
     assert result.exit_code == 2
     assert message in result.stderr
     assert all(line.startswith("error: ") for line in result.stderr.splitlines())
@@ -265,14 +282,14 @@ def test_an_interrupt_keeps_what_is_finished_and_says_how_to_go_on(spec, tmp_pat
     options = ("--seeds", 1000, "--out", tmp_path / "out", "--workers", workers)
     child = process("run", spec, *options, start_new_session=True, preexec_fn=hear_interrupts)
     try:
-        seen = [child.stderr.readline() for _ in range(3)]
+        seen = [child.stderr.readline() for _ in range(5)]
         os.killpg(child.pid, signal.SIGINT)  # what a terminal does on Ctrl-C
         out, err = child.communicate(timeout=60)
     finally:
         if child.poll() is None:
             os.killpg(child.pid, signal.SIGKILL)
             child.communicate()
-    assert seen[2].startswith("[3/2000] LocalAdam, seed ")
+    assert seen[4].startswith("[3/2000] LocalAdam, seed ")
     assert child.returncode == 130
     assert "Traceback" not in out + err
     said = re.search(

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import getpass
 import logging
+import os
+import shutil
+import tempfile
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -232,7 +236,7 @@ def test_an_error_in_machine_code_is_an_error_in_python(tmp_path, monkeypatch):
 @needs_compiler
 @pytest.mark.parametrize("damage", [lambda data: data[:1000], lambda data: b"x" + data[1:], lambda _: b""])
 def test_damaged_code_on_disk_is_compiled_again(compiled_step, tmp_path, monkeypatch, damage):
-    (kept,) = (compiled_step[1] / "code").iterdir()
+    (kept,) = (compiled_step[1] / "code").glob("*.so")
     file = tmp_path / "code" / kept.name
     file.parent.mkdir()
     file.write_bytes(damage(kept.read_bytes()))
@@ -242,6 +246,112 @@ def test_damaged_code_on_disk_is_compiled_again(compiled_step, tmp_path, monkeyp
     code = compiled(record(step, arguments), arguments)
     assert code.machine
     assert file.read_bytes() == kept.read_bytes()
+
+
+@pytest.fixture
+def planted_code(compiled_step, tmp_path, monkeypatch):
+    """A copy of the folder with the step's code, as a later process would find it, and the file in it."""
+    shutil.copytree(compiled_step[1], tmp_path / "cache")
+    monkeypatch.setenv("FADAMGC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("FADAMGC_PROCESS_CODE", "")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(native, "_codes", {})
+    (file,) = (tmp_path / "cache" / "code").glob("*.so")
+    return file
+
+
+OTHERS = pytest.mark.skipif(
+    not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root gives files away"
+)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda file: file.chmod(0o666),
+        lambda file: file.parent.chmod(0o777),
+        lambda file: file.parent.parent.chmod(0o777),
+        pytest.param(lambda file: os.chown(file, 65534, 65534), marks=OTHERS),
+        pytest.param(lambda file: os.chown(file.parent, 65534, 65534), marks=OTHERS),
+        lambda file: file.symlink_to(file.rename(file.parent.parent / "library.so")),
+    ],
+)
+def test_code_that_others_own_or_can_write_is_not_loaded(planted_code, monkeypatch, caplog, spoil):
+    step, arguments = step_with_series()
+    monkeypatch.setattr(native, "_compile", lambda graph, *_: native.Code(graph))
+    assert compiled(record(step, arguments), arguments).machine
+    spoil(planted_code)
+    monkeypatch.setattr(native, "_codes", {})
+    with caplog.at_level(logging.INFO, "fadamgc"):
+        assert not compiled(record(step, arguments), arguments).machine
+    assert str(planted_code.parent.parent) in caplog.text
+
+
+@needs_compiler
+def test_code_is_loaded_from_a_folder_that_cannot_be_written(planted_code, monkeypatch):
+    step, arguments = step_with_series()
+    monkeypatch.setattr(native, "_compile", lambda *_: pytest.fail("compiled again"))
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert compiled(record(step, arguments), arguments).machine
+
+
+@needs_compiler
+def test_the_code_of_another_graph_is_not_loaded(planted_code, monkeypatch):
+    step, _ = step_with_series()
+    monkeypatch.setattr(native, "_compile", lambda graph, *_: native.Code(graph))
+    other = [torch.tensor(0.5), torch.zeros(2, 4), torch.ones(2, 4)]
+    key = native._key(record(step, other), other)
+    planted_code.rename(planted_code.with_stem(key))
+    assert not compiled(record(step, other), other).machine
+
+
+@needs_compiler
+def test_the_library_that_was_checked_is_the_one_that_is_loaded(planted_code, monkeypatch):
+    step, arguments = step_with_series()
+    monkeypatch.setattr(native, "_compile", lambda *_: pytest.fail("compiled again"))
+    original = native.ctypes.CDLL
+
+    def load(path):
+        planted_code.write_bytes(b"planted after the check")
+        return original(path)
+
+    monkeypatch.setattr(native.ctypes, "CDLL", load)
+    code = compiled(record(step, arguments), arguments)
+    code(*arguments)
+    assert torch.allclose(arguments[1], torch.tensor([[0.0, 1, 2], [1.5, 2.5, 3.5]]))
+
+
+@needs_compiler
+def test_torch_does_not_compile_in_a_folder_that_others_made(tmp_path, monkeypatch):
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    theirs = shared / f"torchinductor_{getpass.getuser()}"
+    theirs.mkdir()
+    theirs.chmod(0o777)
+    if hasattr(os, "geteuid") and os.geteuid() == 0:
+        os.chown(theirs, 65534, 65534)
+    monkeypatch.setattr(tempfile, "tempdir", str(shared))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setenv("FADAMGC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(native, "_codes", {})
+
+    def step(state):
+        state.copy_(state + 3)
+        return []
+
+    arguments = [torch.zeros(2, 3)]
+    assert compiled(record(step, arguments), arguments).machine
+    assert not list(theirs.iterdir())
+    assert list((tmp_path / "cache" / "code" / "torch").rglob("*.so"))
+
+
+@needs_compiler
+def test_torch_compiles_where_the_user_says(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "mine"))
+    native._compile_in_private()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "mine")
 
 
 @needs_compiler

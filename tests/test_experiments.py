@@ -450,7 +450,8 @@ def test_a_disk_that_fills_up_loses_no_finished_run(tmp_path, monkeypatch):
 
 def test_where_there_is_no_terminal_lines_say_how_long_it_will_take(tmp_path, capsys):
     run_spec(spec_of(TINY), tmp_path, workers=1)
-    lines = capsys.readouterr().err.splitlines()
+    preparing, checking, *lines = capsys.readouterr().err.splitlines()
+    assert (preparing, checking) == ("preparing digits ...", "checking 2 methods ...")
     assert len(lines) == 4
     assert all(re.search(r"; about \d+ s left$", line) for line in lines[:-1])
     assert "left" not in lines[-1]

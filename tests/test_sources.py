@@ -13,7 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 import sets
-from fadamgc import files
+from fadamgc import cache
 from fadamgc.cli import app
 from fadamgc.data import digits, har, images
 from fadamgc.data.check import check
@@ -123,17 +123,17 @@ def test_a_damaged_cache_is_made_again_and_one_that_cannot_be_written_is_done_wi
 
 def test_the_cache_gives_up_what_was_not_used_for_the_longest_time(tmp_path, monkeypatch):
     monkeypatch.setenv("FADAMGC_CACHE", str(tmp_path))
-    monkeypatch.setattr(files, "ROOM", 3 * 928)  # of three arrays, with their headers
+    monkeypatch.setattr(cache, "ROOM", 3 * 960)  # of three arrays, with their headers and digests
     makes = {name: partial(np.full, 100, value) for value, name in enumerate("abcd", start=1)}
     for age, name in enumerate("abc"):
-        files.cached(f"some/{name}", makes[name])
+        cache.cached(f"some/{name}", makes[name])
         os.utime(tmp_path / "some" / f"{name}.npy", (1000 + age, 1000 + age))
-    files.cached("some/a", makes["a"])  # used again, so that b is the oldest
-    kept = files.cached("some/d", makes["d"], mapped=True)
+    cache.cached("some/a", makes["a"])  # used again, so that b is the oldest
+    kept = cache.cached("some/d", makes["d"], mapped=True)
     assert sorted(file.stem for file in (tmp_path / "some").iterdir()) == ["a", "c", "d"]
     assert kept.tolist() == [4] * 100
-    monkeypatch.setattr(files, "ROOM", 1)  # what is needed now stays
-    assert files.cached("some/e", makes["a"], mapped=True)[0] == 1
+    monkeypatch.setattr(cache, "ROOM", 1)  # what is needed now stays
+    assert cache.cached("some/e", makes["a"], mapped=True)[0] == 1
     assert [file.stem for file in (tmp_path / "some").iterdir()] == ["e"]
 
 
@@ -282,8 +282,17 @@ def test_pictures_are_shrunk_to_the_mean_of_squares(folders, shrink):
     for (x, y), (x_small, y_small) in zip(*pairs, strict=True):
         assert x_small.dtype == torch.uint8
         means = torch.nn.functional.avg_pool2d(x.double(), shrink)
-        assert (x_small - means).abs().max() <= 0.5
+        assert torch.equal(x_small, means.round().byte())  # a half becomes the even number
         assert torch.equal(y, y_small)
+
+
+def test_pictures_are_shrunk_once(folders, monkeypatch):
+    sets.cifar10(folders)
+    spec = task_spec(data="cifar10", clients=5, alpha=1.0, width=4, shrink=2)
+    first = build_task(spec, seed=0)
+    monkeypatch.setattr(images, "_shrunk", lambda *_: pytest.fail("shrunk again"))
+    again = build_task(spec, seed=0)
+    assert all(torch.equal(a, b) for (a, _), (b, _) in zip(first.pairs, again.pairs, strict=True))
 
 
 def test_held_out_pictures_are_of_the_train_part_and_of_no_client(folders):
@@ -390,6 +399,42 @@ def test_data_check_counts_what_is_there(folders):
     part = check(source("cifar10"))["train"]
     np.testing.assert_allclose(part.mean, pixels.mean(axis=(0, 2, 3)))
     np.testing.assert_allclose(part.std, pixels.std(axis=(0, 2, 3)))
+
+
+def test_data_check_knows_the_digits_that_data_list_shows(folders):
+    shown = fadamgc("data", "check", "digits")
+    assert shown.exit_code == 0, shown.output
+    assert (
+        "digits train: 1,437 rows (complete), 10 of 10 classes, 139 to 146 a class, mean 0.3" in shown.output
+    )
+    assert "digits test: 360 rows (complete)" in shown.output
+    for command in ("path", "get"):
+        shown = fadamgc("data", command, "digits")
+        assert shown.exit_code == 2
+        assert "comes with scikit-learn" in shown.output.replace("\n", " ")
+
+
+@pytest.mark.parametrize("command", ["partition", "compare"])
+def test_every_command_that_reads_data_takes_the_data_root(folders, tmp_path, monkeypatch, command):
+    sets.cifar10(tmp_path / "elsewhere")
+    words = {
+        "partition": ("--data", "cifar10", "--clients", 5, "--out", tmp_path / "labels.png"),
+        "compare": (
+            "--rounds",
+            1,
+            "--seeds",
+            1,
+            "--methods",
+            "fedavg_m",
+            "--out",
+            tmp_path / "o",
+            "--workers",
+            1,
+        ),
+    }
+    shown = fadamgc(command, *words[command], "--data-root", tmp_path / "elsewhere")
+    assert shown.exit_code == 0, shown.output
+    assert data_root() == tmp_path / "elsewhere"
 
 
 def test_data_check_names_everything_that_is_wrong(folders):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import csv
+import gzip
+import re
+from pathlib import Path
 from random import Random
-from statistics import fmean
+from statistics import fmean, mode
 
 import pytest
 from typer.testing import CliRunner
@@ -97,6 +100,20 @@ def test_every_study_is_complete_at_both_scales(name, scale):
             algorithm = method.make()
             if hasattr(algorithm, "beta2") and name != "beta2":
                 assert (algorithm.beta1, algorithm.beta2) == (0.9, 0.99)
+
+
+@pytest.mark.parametrize("name", studies())
+def test_every_study_names_the_executor_of_its_records(name):
+    assert all(cell.spec.run.executor != "auto" for s in SCALES for cell in load_study(name, s).cells)
+    records = Path(__file__).parent.parent / "results" / name
+    if not records.is_dir():  # the curves are those of other studies
+        assert name == "curves"
+        return
+    for cell in load_study(name).cells:
+        folder = records if (records / "runs").is_dir() else records / cell.spec.name
+        texts = [gzip.decompress(path.read_bytes()) for path in folder.glob("runs/*/run.json.gz")]
+        used = [re.search(rb'"executor": "(\w+)", "compiled"', text)[1].decode() for text in texts]
+        assert mode(used) == cell.spec.run.executor  # timing chose another one for a few
 
 
 @pytest.mark.parametrize("scale", SCALES)

@@ -165,6 +165,19 @@ def test_lower_layers_are_not_those_of_another_config(bases, monkeypatch, tmp_pa
     assert not torch.allclose(*found)
 
 
+def test_lower_layers_from_a_damaged_cache_are_computed_again(bases, monkeypatch, tmp_path):
+    monkeypatch.setenv("FADAMGC_CACHE", str(tmp_path))
+    tokens = torch.randint(5, 30, (3, 1, 6), dtype=torch.int32)
+    base = load_base(bases["bert"], 2, seed=0, upper_layers=1)
+    model = TextClassifier(base.net, base.tokenizer.pad_token_id)
+    whole = models.kept_lower(model, base, 1, tokens)
+    (file,) = (tmp_path / "texts").iterdir()
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    assert torch.equal(models.kept_lower(model, base, 1, tokens), whole)
+
+
 def test_what_is_trained_below_the_upper_layers_is_refused(bases, data):
     adapters = lora(4, ["query"])
     adapters.modules_to_save = ["classifier", "LayerNorm"]

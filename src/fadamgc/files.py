@@ -11,7 +11,6 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
-import logging
 import os
 import re
 import secrets
@@ -21,10 +20,8 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from filelock import BaseFileLock, FileLock, Timeout
 from safetensors import SafetensorError, safe_open
@@ -34,12 +31,9 @@ from fadamgc.errors import CheckpointError, CheckpointInUseError
 
 FORMAT = 1
 LOCK = ".lock"
-ROOM = 8 << 30  # bytes that arrays of one kind may take in the cache
 CHUNK = 1 << 22  # bytes that are read at a time
 MOST_UNPACKED = 1 << 30  # bytes of a packed record; records of real runs pack at most 100 times smaller
 MOST_RATIO, SMALL = 300, 1 << 20
-
-log = logging.getLogger("fadamgc")
 
 
 def write_atomic(path: Path, data: bytes | Callable[[BinaryIO], object], private: bool = False) -> None:
@@ -115,56 +109,6 @@ def _alive(pid: int) -> bool:
     except OSError:
         return True  # somebody else's, or not to be known
     return True
-
-
-def cache_folder() -> Path:
-    """Where things are kept that could be made again: $FADAMGC_CACHE, else the user's cache folder."""
-    given = os.environ.get("FADAMGC_CACHE")
-    if given:
-        return Path(given).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fadamgc"
-
-
-def cached(name: str, make: Callable[[], npt.NDArray[Any]], mapped: bool = False) -> npt.NDArray[Any]:
-    """An array that was made before, from the cache; made, and kept there, if it is not or cannot be read.
-
-    Args:
-        name: where it lies in the cache; it must change when what is made does.
-        make: makes it.
-        mapped: leave it on disk, and read the parts that are used.
-    """
-    place = cache_folder() / f"{name}.npy"
-    mode: Literal["r"] | None = "r" if mapped else None
-    array: npt.NDArray[Any]
-    try:
-        array = np.load(place, mmap_mode=mode)
-        with suppress(OSError):
-            os.utime(place)  # those that were not used for the longest time go first
-        return array
-    except FileNotFoundError:
-        pass
-    except Exception as error:  # numpy has many ways to say that a file is damaged
-        log.info("%s is made again: %s", place, error)
-    array = make()
-    try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(place, lambda file: np.save(file, array))
-        _make_room(place)
-        if mapped:
-            array = np.load(place, mmap_mode=mode)  # what was made need not stay in memory
-    except OSError as error:
-        log.info("%s is not kept: %s", place, error)
-    return array
-
-
-def _make_room(newest: Path) -> None:
-    """Remove arrays that were not used for long from the newest one's folder, if they take too much."""
-    found = [(file.stat(), file) for file in newest.parent.glob("*.npy") if file != newest]
-    left = ROOM - newest.stat().st_size
-    for its, file in sorted(found, key=lambda pair: -pair[0].st_mtime):
-        left -= its.st_size
-        if left < 0:
-            file.unlink(missing_ok=True)  # who reads it at this moment goes on doing so
 
 
 def config_file() -> Path:

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from fadamgc.data import har, images, parquet
-from fadamgc.data.sources import Source, files_of
+from fadamgc.data import digits, har, images, parquet
+from fadamgc.data.sources import DIGITS, Source, files_of
 from fadamgc.errors import InputError
 
 
@@ -42,6 +42,10 @@ def check(source: Source, progress: Callable[[str, int], object] = lambda *_: No
 def _part(source: Source, number: int, progress: Callable[[int], object]) -> Part:
     moments: dict[str, Any] = {}
     match source.kind:
+        case "pictures" if source == DIGITS:
+            data = digits.load()
+            pixels, labels = (part.numpy() for part in (data[2 * number], data[2 * number + 1]))
+            moments = {"mean": (float(pixels.mean()),), "std": (float(pixels.std()),)}
         case "pictures":
             pictures = images.load(source.name, ("train", "test")[number], progress=progress)
             labels = pictures.y
@@ -56,8 +60,8 @@ def _part(source: Source, number: int, progress: Callable[[int], object]) -> Par
         case "texts":
             labels = _texts(source, number, progress)
         case "signals":
-            data = har.load()
-            labels = data.y[data.is_test == bool(number)].numpy()
+            signals = har.load()
+            labels = signals.y[signals.is_test == bool(number)].numpy()
     counts = np.bincount(labels, minlength=source.classes)
     return Part(
         rows=len(labels),

@@ -26,7 +26,7 @@ def data_list(data_root: DataRoot = None) -> None:
     """Show the data sets that are known, and which of them are there."""
     from rich.table import Table
 
-    from fadamgc.data.sources import SOURCES, data_root_from, files_of
+    from fadamgc.data.sources import DIGITS, SOURCES, data_root_from, files_of
     from fadamgc.data.sources import data_root as root
 
     use_data(data_root)
@@ -44,7 +44,8 @@ def data_list(data_root: DataRoot = None) -> None:
         train, test = source.rows
         said = ("no", "one part", "yes")[there]
         table.add_row(source.name, source.kind, f"{source.classes}", f"{train:,} / {test:,}", said)
-    table.add_row("digits", "pictures", "10", "1,437 / 360", "always")
+    train, test = DIGITS.rows
+    table.add_row(DIGITS.name, DIGITS.kind, f"{DIGITS.classes}", f"{train:,} / {test:,}", "always")
     terminal().print(table)
 
 
@@ -61,7 +62,7 @@ def data_path(name: DataName = None, data_root: DataRoot = None) -> None:
 @app.command("check")
 def data_check(
     names: Annotated[
-        list[str] | None, typer.Argument(help="Data sets.", show_default="all that are there")
+        list[str] | None, typer.Argument(help="Data sets.", show_default="all in the data root")
     ] = None,
     data_root: DataRoot = None,
 ) -> None:
@@ -73,12 +74,12 @@ def data_check(
     - `fadamgc data check cifar10 --data-root ~/data`
     """
     from fadamgc.data.check import check
-    from fadamgc.data.sources import SOURCES, files_of, source
+    from fadamgc.data.sources import DIGITS, SOURCES, files_of, source
     from fadamgc.data.sources import data_root as root
 
     use_data(data_root)
     console = terminal()
-    chosen = [source(name) for name in names or ()]
+    chosen = [DIGITS if name == DIGITS.name else source(name) for name in names or ()]
     for known in () if names else SOURCES.values():
         try:
             files_of(known, known.splits[0])

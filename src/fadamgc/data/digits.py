@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from fadamgc.cache import cached
 from fadamgc.data.partition import check_number
 from fadamgc.errors import InputError
-from fadamgc.files import cached
 
 FORMAT = 1  # of the cached rows
 

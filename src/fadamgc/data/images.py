@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from fadamgc.cache import cached
 from fadamgc.data import parquet
 from fadamgc.data.sources import Source, files_of, source
 from fadamgc.errors import InputError
-from fadamgc.files import cached
 
 FORMAT = 1  # of the cached arrays
+AT_ONCE = 1000  # pictures that are shrunk at the same time
 
 
 class Pictures(NamedTuple):
@@ -29,7 +30,11 @@ class Pictures(NamedTuple):
 
 
 def load(
-    name: str, split: str, root: Path | None = None, progress: Callable[[int], object] | None = None
+    name: str,
+    split: str,
+    root: Path | None = None,
+    progress: Callable[[int], object] | None = None,
+    shrink: int = 1,
 ) -> Pictures:
     """One part of a data set of pictures.
 
@@ -38,6 +43,7 @@ def load(
         split: "train" or "test".
         root: the data root; None is where ``data_root`` says.
         progress: told how many pictures have been decoded, if they have to be.
+        shrink: each square of ``shrink`` x ``shrink`` pixels becomes one pixel, their mean.
     """
     known = source(name)
     if known.kind != "pictures":
@@ -45,10 +51,24 @@ def load(
     files = files_of(known, known.splits[0 if split == "train" else 1], root)
     place = f"pictures/{name}-{split}-{_digest(known, files)}"
     decode = functools.cache(lambda: _decode(known, files, progress or (lambda _: None)))
-    pictures = Pictures(
-        cached(f"{place}.x", lambda: decode().x, mapped=True), cached(f"{place}.y", lambda: decode().y)
-    )
-    return pictures if len(pictures.x) == len(pictures.y) else decode()
+
+    def whole() -> npt.NDArray[np.uint8]:
+        return cached(f"{place}.x", lambda: decode().x, mapped=True)
+
+    x = whole() if shrink == 1 else cached(f"{place}-{shrink}.x", lambda: _shrunk(whole(), shrink), True)
+    y = cached(f"{place}.y", lambda: decode().y)
+    return Pictures(x, y) if len(x) == len(y) else Pictures(_shrunk(decode().x, shrink), decode().y)
+
+
+def _shrunk(x: npt.NDArray[np.uint8], shrink: int) -> npt.NDArray[np.uint8]:
+    """Replace each square of pixels by its mean, rounded to the nearest even number where it is a half."""
+    n, colours, height, width = x.shape
+    result = np.empty((n, colours, height // shrink, width // shrink), np.uint8)
+    for first in range(0, n, AT_ONCE):
+        some = x[first : first + AT_ONCE].astype(np.uint32)
+        total = sum(some[..., i::shrink, j::shrink] for i in range(shrink) for j in range(shrink))
+        result[first : first + AT_ONCE] = np.rint(total / shrink**2)
+    return result
 
 
 def _digest(known: Source, files: list[Path]) -> str:

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from fadamgc.cache import cache_folder, make_private
 from fadamgc.errors import InputError, nearest
-from fadamgc.files import cache_folder, config_file
+from fadamgc.files import config_file
 
 VARIABLE = "FADAMGC_DATA"
 
@@ -87,8 +88,14 @@ SOURCES = {
 }
 
 
+# Comes with scikit-learn, and so has no files in the data root.
+DIGITS = Source("digits", "pictures", None, ("train", "test"), ("x",), "y", 10, (1_437, 360), 8)
+
+
 def source(name: str) -> Source:
     """A data set by name."""
+    if name == DIGITS.name:
+        raise InputError(f"data={name!r} has no folder and needs no download: it comes with scikit-learn")
     if name not in SOURCES:
         raise InputError(
             f"data={name!r} is not known{nearest(name, SOURCES)}; known are {', '.join(SOURCES)}"
@@ -180,6 +187,8 @@ def get(source: Source, say: Callable[[str], object] = print, root: Path | None 
     except ImportError:
         raise InputError("downloading needs the package datasets; pip install 'fadamgc[data]'") from None
     folder = (root or data_root()) / source.name
+    if folder.is_relative_to(cache_folder()):
+        make_private(cache_folder())
     make_folder(folder)
     for split in source.splits:
         say(f"{source.hub}: {split}")

@@ -107,7 +107,7 @@ def label_counts(spec: TaskSpec, seed: int) -> Labels | None:
             labels = digits.load().train_y
             held = partition(spec, labels, seed)
         case PicturesTask():
-            every = images.load(spec.data, "train").y
+            every = images.load(spec.data, "train", shrink=spec.shrink).y
             labels = torch.from_numpy(every[_some(every, spec.train_samples)])
             held = partition(spec, labels, seed)
         case TextTask():
@@ -124,18 +124,18 @@ def label_counts(spec: TaskSpec, seed: int) -> Labels | None:
 
 
 def _pictures(spec: PicturesTask, seed: int, validation: float) -> Task:
-    train = images.load(spec.data, "train")
+    train = images.load(spec.data, "train", shrink=spec.shrink)
     rows, test_rows = _some(train.y, spec.train_samples), None
     if validation:
         rows, held_out = _held_out(train.y, rows, validation)
         test, test_rows = train, held_out
     else:
-        test = images.load(spec.data, "test")
+        test = images.load(spec.data, "test", shrink=spec.shrink)
         test_rows = np.arange(len(test.y))
     test_rows = test_rows[_some(test.y[test_rows], spec.test_samples)]
     labels = torch.from_numpy(train.y[rows])
     held = partition(spec, labels, seed)
-    clients = [_tensors(train, rows[own], spec.shrink) for own in held.indices]
+    clients = [_tensors(train, rows[own]) for own in held.indices]
     known = source(spec.data)
     side, outputs = known.side // spec.shrink, known.classes
     assert spec.mean is not None
@@ -153,17 +153,12 @@ def _pictures(spec: PicturesTask, seed: int, validation: float) -> Task:
         case _:
             assert_never(spec.model)
     model = nn.Sequential(first, net)
-    test_pair = _tensors(test, test_rows, spec.shrink)
+    test_pair = _tensors(test, test_rows)
     return Task(model, cross_entropy, clients, test_pair, metric="accuracy", name=spec.data)
 
 
-def _tensors(pictures: images.Pictures, rows: Rows, shrink: int) -> Pair:
-    x = np.ascontiguousarray(pictures.x[rows])
-    if shrink > 1:
-        n, colours, height, width = x.shape
-        squares = x.reshape(n, colours, height // shrink, shrink, width // shrink, shrink)
-        x = np.rint(squares.mean(axis=(3, 5))).astype(np.uint8)
-    return torch.from_numpy(x), torch.from_numpy(pictures.y[rows])
+def _tensors(pictures: images.Pictures, rows: Rows) -> Pair:
+    return torch.from_numpy(np.ascontiguousarray(pictures.x[rows])), torch.from_numpy(pictures.y[rows])
 
 
 def _texts(spec: TextTask, seed: int, validation: float) -> Task:

@@ -79,6 +79,7 @@ def compare(
     quiet: Quiet = False,
     resume: Resume = False,
     overwrite: Overwrite = False,
+    data_root: DataRoot = None,
     track: Track = "",
 ) -> None:
     """Compare methods: rounds and simulated minutes to a target accuracy, over several seeds.
@@ -94,6 +95,7 @@ def compare(
     """
     from fadamgc.experiments.reading import preset as preset_named
 
+    use_data(data_root)
     _use_trackers(track)
     chosen = _adjusted(preset_named(preset), seed, seeds, rounds, methods)
     _experiment(chosen, out, tune, How(workers, quiet, resume, overwrite))
@@ -260,16 +262,22 @@ def _adjusted(
 
 def _experiment(spec: Spec, out: Path, tune: bool, how: How) -> Results:
     """Run an experiment, after choosing its step sizes if so wished, and show what came of it."""
+    from fadamgc.experiments.pool import check_workers
     from fadamgc.experiments.report import write_report
     from fadamgc.experiments.runner import check, only_one, plan, run_spec
 
     began = time.perf_counter()
-    check(plan(spec, out), how.workers)  # before a folder is made
+    check_workers(how.workers)
+    check(plan(spec, out), how.workers, how.quiet)  # before a folder is made
     with only_one(out):
         if tune:
             spec = _tuned(spec, out, how)
             how = replace(how, resume=True, overwrite=False)  # what the folder holds now is this command's
-        failures = run_spec(spec, out, how.workers, how.quiet, how.resume, how.overwrite, tuned=tune)
+        failures = run_spec(
+            *(spec, out, how.workers, how.quiet, how.resume, how.overwrite),
+            tuned=tune,
+            checked=not tune,
+        )
         try:
             results = write_report(out)
         except InputError:
@@ -288,12 +296,12 @@ def _tuned(spec: Spec, out: Path, how: How) -> Spec:
     from fadamgc.experiments.tune import grid_of, tune, tune_jobs
 
     check_workers(how.workers)
-    check(tune_jobs(spec, grid_of(spec), out), how.workers)
+    check(tune_jobs(spec, grid_of(spec), out), how.workers, how.quiet)
     if how.resume:
         check_same(spec, out, tuned=True)
     prepare(out, how.resume, how.overwrite)
     write_spec(spec, out)
-    tuned = tune(spec, out, how.workers, how.quiet, how.resume)
+    tuned = tune(spec, out, how.workers, how.quiet, how.resume, checked=True)
     for method in tuned.spec.methods:
         chosen = ", ".join(f"{key}={method.hyperparameters[key]:g}" for key in STEPS)
         say(f"tuned {method.label}: {chosen}")

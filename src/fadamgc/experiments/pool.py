@@ -26,14 +26,17 @@ from typing import Any, NamedTuple
 import torch
 
 from fadamgc.algorithm import AnyAlgorithm
+from fadamgc.cache import code_folder
 from fadamgc.errors import CheckpointError, FadamgcError, NonFiniteError, whole
 from fadamgc.experiments.build import build_task
 from fadamgc.experiments.spec import CostSpec, MethodSpec, PicturesTask, RunSpec, Spec, TaskSpec, TextTask
 from fadamgc.files import as_json, has_bundle
 from fadamgc.sim.cores import one_thread
 from fadamgc.sim.engine import Engine, Hooks, Makers, RoundEnd, prepare, simulate
+from fadamgc.sim.executors.native import compiler
 from fadamgc.sim.many import Share, advance
 from fadamgc.sim.run import Run, read_run
+from fadamgc.task import Task
 from fadamgc.trackers import chosen
 
 ADAPTER = "adapter"  # of a run on texts, in peft's format
@@ -86,11 +89,15 @@ class Job:
             "validation": self.validation,
         }
 
-    def check(self) -> Space:
+    def build(self) -> Task:
+        """Build the task of the run."""
+        return build_task(self.task, self.seed, self.validation)
+
+    def check(self, task: Task) -> Space:
         """Refuse what cannot run, without running it; how much room it needs on disk."""
         run = self.run
         executor = "loop" if run.executor == "auto" else run.executor  # made in no time
-        dry = replace(self, run=run.model_copy(update={"rounds": 0, "executor": executor})).simulate()
+        dry = simulate(**self.arguments(task) | {"rounds": 0, "executor": executor}, progress=False)
         sampled = run.sampled or dry.clients.n
         taking_part = min(dry.clients.n, run.rounds * sampled)
         states = _bytes(dry.server) + taking_part * _bytes(dry.clients.initial)
@@ -101,12 +108,12 @@ class Job:
         """Run it on its own, and keep nothing."""
         return self.labelled(simulate(**self.arguments(), progress=False))
 
-    def arguments(self) -> dict[str, Any]:
-        """What ``simulate`` is called with."""
+    def arguments(self, task: Task | None = None) -> dict[str, Any]:
+        """What ``simulate`` is called with, on a task that was built before, or a new one."""
         run = self.run
         return {
             "algorithm": self.algorithm,
-            "task": build_task(self.task, self.seed, self.validation),
+            "task": task or self.build(),
             "rounds": run.rounds,
             "sampled": run.sampled,
             "tracked": run.tracked,
@@ -253,6 +260,8 @@ def run_jobs(jobs: Sequence[Job], workers: int | None, progress: Progress, finis
                 for i, outcome in zip(group, outcomes, strict=True):
                     finished(i, outcome)
         return
+    if compiler() is not None:
+        code_folder()  # if it is a temporary one, the processes share it
     context = get_context("spawn")
     stop, messages = context.Event(), context.SimpleQueue()
     pool = ProcessPoolExecutor(count, context, _start_worker, (stop, messages))

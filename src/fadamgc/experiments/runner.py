@@ -22,6 +22,7 @@ from fadamgc.experiments.pool import (
     Job,
     Outcome,
     Progress,
+    Space,
     check_workers,
     in_groups,
     run_jobs,
@@ -29,6 +30,7 @@ from fadamgc.experiments.pool import (
 from fadamgc.experiments.reading import load_spec
 from fadamgc.experiments.spec import STEPS, Spec
 from fadamgc.files import write_atomic
+from fadamgc.task import Task
 
 SPEC = "spec.toml"
 PARTITION = "partition.png"
@@ -71,6 +73,7 @@ def run_spec(
     resume: bool = False,
     overwrite: bool = False,
     tuned: bool = False,
+    checked: bool = False,
 ) -> tuple[Failure, ...]:
     """Run an experiment into a folder; ``write_report`` then makes its tables and figures.
 
@@ -84,6 +87,7 @@ def run_spec(
         resume: keep the runs that are there and whose settings are the same.
         overwrite: remove the experiment that is there.
         tuned: the step sizes may differ from those of the experiment that is there.
+        checked: ``check`` has accepted the jobs of this spec already.
 
     Returns:
         The runs that did not finish because a client's update was not finite.
@@ -91,7 +95,8 @@ def run_spec(
     out = Path(out)
     jobs = plan(spec, out)
     check_workers(workers)
-    check(jobs, workers)
+    if not checked:
+        check(jobs, workers, quiet)
     if resume:
         check_same(spec, out, tuned)
     prepare(out, resume, overwrite)
@@ -100,9 +105,26 @@ def run_spec(
     return carry_out(todo, workers, quiet, done=len(jobs) - len(todo))
 
 
-def check(jobs: Sequence[Job], workers: int | None = None) -> None:
-    """Refuse what cannot run before any work is done; one seed of a method speaks for all."""
-    space = {slug: job.check() for slug, job in {job.method.slug: job for job in reversed(jobs)}.items()}
+def check(jobs: Sequence[Job], workers: int | None = None, quiet: bool = True) -> None:
+    """Refuse what cannot run before any work is done; one seed of a method speaks for all.
+
+    Args:
+        jobs: of one spec.
+        workers: processes that will run them.
+        quiet: do not say on stderr what is being done.
+    """
+    console = Console(stderr=True, quiet=quiet)
+    first = {job.method.slug: job for job in reversed(jobs)}
+    tasks: dict[tuple[int, float], Task] = {}
+    space: dict[str, Space] = {}
+    for slug, job in first.items():
+        which = (job.seed, job.validation)
+        if which not in tasks:
+            console.print(f"preparing {job.task.data} ...", markup=False, highlight=False, soft_wrap=True)
+            tasks[which] = job.build()
+            many = f"{len(first)} methods" if len(first) > 1 else job.method.label
+            console.print(f"checking {many} ...", markup=False, highlight=False, soft_wrap=True)
+        space[slug] = job.check(tasks[which])
     records = sum(space[job.method.slug].record for job in jobs if not job.folder.exists())
     at_once = workers or os.cpu_count() or 1
     checkpoints = max(

@@ -89,7 +89,12 @@ class Tuned:
 
 
 def tune(
-    spec: Spec, out: str | Path, workers: int | None = None, quiet: bool = False, resume: bool = False
+    spec: Spec,
+    out: str | Path,
+    workers: int | None = None,
+    quiet: bool = False,
+    resume: bool = False,
+    checked: bool = False,
 ) -> Tuned:
     """Search the grid of [tune] for every method, and write tuning.csv and tuned.toml.
 
@@ -98,11 +103,12 @@ def tune(
 
     The search is "full"; or "race", which chooses the same without the runs that can no longer change the
     choice; or "halving": all points for a third of the rounds, and the best third of them for all. Each
-    method has the same grid and the same chances.
+    method has the same grid and the same chances. ``checked``: ``check`` has accepted the jobs already.
     """
     out = Path(out)
     grid = grid_of(spec)
-    check(tune_jobs(spec, grid, out), workers)
+    if not checked:
+        check(tune_jobs(spec, grid, out), workers, quiet)
     found: Runs = {}
 
     def run(rounds: int, wanted: Wanted, seeds: Sequence[int]) -> list[Point]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from fadamgc.console import say, terminal
+from fadamgc.console import DataRoot, say, terminal, use_data
 from fadamgc.errors import InputError
 
 if TYPE_CHECKING:
@@ -197,6 +197,7 @@ def partition(
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the draw.")] = 0,
     out: Annotated[Path, typer.Option("--out", "-o", help="The picture.")] = Path("partition.png"),
+    data_root: DataRoot = None,
 ) -> None:
     """Draw which client holds which labels.
 
@@ -205,6 +206,7 @@ def partition(
     - `fadamgc partition`
     - `fadamgc partition --alpha 1 --clients 20 --out mild.png`
     - `fadamgc partition --partition shards --shards-per-client 2`
+    - `fadamgc partition --data cifar10 --data-root ~/data`
     """
     import numpy as np
 
@@ -212,6 +214,7 @@ def partition(
     from fadamgc.experiments.build import label_counts
     from fadamgc.experiments.reading import task_spec
 
+    use_data(data_root)
     task = task_spec(
         data=data,
         clients=clients,

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fadamgc.cache import cached
 from fadamgc.data.texts import Texts
 from fadamgc.errors import InputError, whole
-from fadamgc.files import cached
 from fadamgc.machine import memory
 from fadamgc.models.packed import Layout, Packed, packed
 from fadamgc.models.pretrained import Base, quiet

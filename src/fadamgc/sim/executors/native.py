@@ -2,7 +2,8 @@
 
 torch's compiler writes a C++ function for a graph. It is called here without Python in between: a short
 loop in C++ goes through all steps of a block while other threads go on with theirs. Code that was compiled
-before is loaded from the user's cache folder, without the compiler being imported.
+before is loaded from the user's cache folder, without the compiler being imported. Only code from files and
+folders that nobody else can write is loaded.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ import logging
 import os
 import platform
 import shutil
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,12 +27,16 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from fadamgc.files import cache_folder, write_atomic
+from fadamgc.cache import cache_folder, code_folder, read_private, remove_old
+from fadamgc.files import write_atomic
 
 log = logging.getLogger("fadamgc")
 
 KEPT = 64  # codes that a process keeps
 FILES = 500  # and that are kept on disk
+TORCH_FOLDER = "TORCHINDUCTOR_CACHE_DIR"  # torch's variable
+TORCH_ROOM = 1 << 30  # bytes from which on old files in torch's folder are removed
+DIGEST = hashlib.sha256().digest_size
 OPTIONS = {
     "cpp.threads": 1,
     "cpp.vec_isa_ok": True,  # or a program would be compiled only to find that out
@@ -190,8 +196,8 @@ class NativeCode(Code):
 
     machine = True
 
-    def __init__(self, library: Path, arguments: Sequence[Tensor]) -> None:
-        self._repeat = ctypes.CDLL(str(library)).fadamgc_repeat
+    def __init__(self, library: bytes, arguments: Sequence[Tensor]) -> None:
+        self._repeat = _loaded(library).fadamgc_repeat
         self._layouts = [(a.dtype, a.shape, a.stride()) for a in arguments]
         n, dims = len(arguments), [d for a in arguments for d in (*a.shape, *a.stride())]
         self._ndim = (ctypes.c_int64 * n)(*(a.ndim for a in arguments))
@@ -253,6 +259,18 @@ class NativeCode(Code):
             raise RuntimeError(message.value.decode(errors="replace"))
 
 
+def _loaded(library: bytes) -> ctypes.CDLL:
+    """Load a library of which the content is given, so that it is the content that was checked."""
+    descriptor, path = tempfile.mkstemp(".so", ".loading-", code_folder())
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(library)
+        return ctypes.CDLL(path)
+    finally:
+        with suppress(OSError):  # Windows does not remove what is loaded; ``_keep`` does so later
+            os.unlink(path)
+
+
 @cache
 def compiler() -> str | None:
     """The C++ compiler that torch would use, or None."""
@@ -308,6 +326,7 @@ def _compile(graph: GraphModule, arguments: Sequence[Tensor], key: str | None) -
             warnings.simplefilter("ignore")  # of torch, to torch
             import torch._inductor
 
+            _compile_in_private()
             with _text_changed():
                 function = torch._inductor.compile(graph, [a.clone() for a in arguments], options=OPTIONS)
     except Exception as error:
@@ -321,6 +340,27 @@ def _compile(graph: GraphModule, arguments: Sequence[Tensor], key: str | None) -
     except Exception as error:  # another version of torch may do it differently
         log.info("compiled code is called from Python: %s", error)
         return code
+
+
+_torch_folder: str | None = None  # that this process has chosen
+
+
+def _compile_in_private() -> None:
+    """Let torch compile in the code folder, unless the user has named another one.
+
+    torch's own choice is ``torchinductor_USER`` in the shared temporary folder, even if somebody else made
+    it; and torch loads what it finds there.
+    """
+    global _torch_folder
+    named = os.environ.get(TORCH_FOLDER)
+    default = os.path.join(tempfile.gettempdir(), "torchinductor_")  # torch sets the variable to this itself
+    if named is None or named == _torch_folder or named.startswith(default):
+        folder = code_folder() / "torch"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        if sum(path.stat().st_size for path in files) > TORCH_ROOM:
+            remove_old(files)  # torch makes again what it misses
+        os.environ[TORCH_FOLDER] = _torch_folder = str(folder)
 
 
 @contextmanager
@@ -348,13 +388,14 @@ def _native(code: Code, arguments: Sequence[Tensor], key: str) -> Code:
     text = library.with_suffix(".cpp").read_text()
     if TAKES.format(len(arguments)) not in text or LOOP not in text:
         raise ValueError("the function has other arguments")
-    native = NativeCode(library, arguments)
+    data = library.read_bytes()
+    native = NativeCode(data, arguments)
     ours, theirs = ([a.clone() for a in arguments] for _ in range(2))
     native(*ours)
     code(*theirs)
     if not all(_same(a, b) for a, b in zip(ours, theirs, strict=True)):
         raise ValueError("it does something else when called directly")
-    _keep(key, library.read_bytes())
+    _keep(key, data)
     return native
 
 
@@ -362,33 +403,38 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
-# Code on disk: a library, followed by its digest.
-
-
-def _file(key: str) -> Path:
-    return cache_folder() / "code" / f"{key}.so"
+# Code on disk: a library, followed by a digest of its key and content.
 
 
 def _keep(key: str, library: bytes) -> None:
-    path = _file(key)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, library + hashlib.sha256(library).digest())
+        path = code_folder() / f"{key}.so"
+        write_atomic(path, library + _digest(key, library))
+        path.chmod(0o600)
         for old in sorted(path.parent.glob("*.so"), key=os.path.getmtime)[:-FILES]:
             old.unlink(missing_ok=True)
+        remove_old(path.parent.glob(".*"))  # of processes that were killed
     except OSError as error:
         log.info("compiled code is not kept: %s", error)
 
 
 def _kept(key: str, arguments: Sequence[Tensor]) -> Code | None:
-    path = _file(key)
-    try:
-        data = path.read_bytes()
-        if hashlib.sha256(data[:-32]).digest() != data[-32:]:
-            raise OSError(f"{path} is damaged")
-        return NativeCode(path, arguments)
-    except FileNotFoundError:
-        return None
-    except Exception as error:  # then it is compiled again
-        log.info("compiled code of another time is not used: %s", error)
-        return None
+    for folder in dict.fromkeys((cache_folder() / "code", code_folder())):
+        path = folder / f"{key}.so"
+        try:
+            data = read_private(path)
+            library = data[:-DIGEST]
+            if _digest(key, library) != data[-DIGEST:]:
+                raise ValueError(f"{path} is damaged, or of another version")
+            return NativeCode(library, arguments)
+        except FileNotFoundError:
+            continue
+        except PermissionError as error:
+            log.warning("compiled code is not used: %s", error)
+        except Exception as error:  # then it is compiled again
+            log.info("compiled code of another time is not used: %s", error)
+    return None
+
+
+def _digest(key: str, library: bytes) -> bytes:
+    return hashlib.sha256(key.encode() + library).digest()
