@@ -431,7 +431,7 @@ def test_a_disk_without_room_is_named_before_any_work(tmp_path, monkeypatch):
 def test_a_disk_that_fills_up_loses_no_finished_run(tmp_path, monkeypatch):
     original, room = files.write_atomic, 2
 
-    def write(path: Path, data: bytes) -> None:
+    def write(path: Path, data: bytes, private: bool = False) -> None:
         nonlocal room
         if path.name == "run.json":
             if not room:
