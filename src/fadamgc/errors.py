@@ -23,6 +23,14 @@ class CheckpointError(FadamgcError):
     """A checkpoint or a saved run that is damaged, incomplete or of another experiment."""
 
 
+class OtherRunError(CheckpointError):
+    """A checkpoint of another run."""
+
+
+class CheckpointInUseError(CheckpointError):
+    """A checkpoint folder that another process or another run is using."""
+
+
 class ClientError(FadamgcError):
     """The model or the loss failed on one client's data; the message names client, round and step."""
 

@@ -15,6 +15,7 @@ from fadamgc.experiments.spec import (
     RUNNABLE,
     TASKS,
     CostSpec,
+    CustomTask,
     MethodSpec,
     RunSpec,
     Section,
@@ -112,7 +113,9 @@ def _spec(tables: dict[str, Any]) -> Spec:
     for key, cls in classes.items():
         if key in tables:
             parts[key] = attempt(lambda cls=cls, key=key: make_section(cls, tables[key], f"[{key}]"))  # type: ignore[misc]
-    methods = [attempt(lambda i=i, m=m: _method(m, i)) for i, m in enumerate(given, start=1)]  # type: ignore[misc]
+    from_program = isinstance(parts.get("task"), CustomTask)
+    make = _saved_method if from_program else _method
+    methods = [attempt(lambda i=i, m=m: make(m, i)) for i, m in enumerate(given, start=1)]  # type: ignore[misc]
     if problems:
         raise InputError("\n".join(problems))
     return validated(Spec, parts | {"methods": tuple(methods)}, "")
@@ -132,23 +135,35 @@ def _task(table: dict[str, Any]) -> TaskSpec:
     return make_section(TASKS[data], table, f"[task] with data='{data}'")
 
 
+OWN = ("algorithm", "label", "tracked")  # keys of a method that are not hyperparameters
+
+
+def _saved_method(table: dict[str, Any], number: int) -> MethodSpec:
+    """A method as a program has saved it, whose algorithm need not be known here."""
+    plain = {key: table[key] for key in OWN if key in table}
+    hyperparameters = {key: value for key, value in table.items() if key not in OWN}
+    label = {"label": str(table.get("algorithm"))}
+    return make_section(
+        MethodSpec, label | plain | {"hyperparameters": hyperparameters}, f"[[method]] {number}"
+    )
+
+
 def _method(table: dict[str, Any], number: int) -> MethodSpec:
     place = f"[[method]] {number}"
     if "algorithm" not in table:
         raise InputError(f"{place} needs the key 'algorithm'")
     name = str(table["algorithm"])
-    own = ("algorithm", "label", "tracked")
     try:
         cls = algorithm_class(name)
-        known = [*own, *(field.name for field in dataclasses.fields(cls))]
+        known = [*OWN, *(field.name for field in dataclasses.fields(cls))]
         for key in table:
             if key not in known:
                 raise InputError(f"{name} has no key {key!r}{nearest(key, known)}; it has {', '.join(known)}")
-        hyperparameters = {key: value for key, value in table.items() if key not in own}
+        hyperparameters = {key: value for key, value in table.items() if key not in OWN}
         make_algorithm(name, **hyperparameters)
     except InputError as error:
         raise InputError(f"{place}: {error}") from None
-    plain = {"label": cls.title} | {key: table[key] for key in own if key in table}
+    plain = {"label": cls.title} | {key: table[key] for key in OWN if key in table}
     return make_section(MethodSpec, plain | {"hyperparameters": hyperparameters}, place)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fadamgc.algorithm import AnyAlgorithm
-from fadamgc.errors import CheckpointError
+from fadamgc.errors import CheckpointError, OtherRunError
 from fadamgc.files import as_json, has_bundle, make_folder
 from fadamgc.sim.run import Run, read_run, write_run
 from fadamgc.sim.settings import Settings
@@ -37,7 +37,7 @@ def open_checkpoint(
         if key == "schedule" and there and here:  # it may have been made longer
             there, here = there[:done], here[:done]
         if there != here:
-            raise CheckpointError(_difference(store, key, there, here))
+            raise OtherRunError(_difference(store, key, there, here))
     if done > settings.rounds:
         raise CheckpointError(
             f"{store} is at round {done}, beyond rounds={settings.rounds}; "
