@@ -203,7 +203,7 @@ def rich_table(results: Results) -> Table:
     """The table for a terminal."""
     table = Table(title=Text(caption(results)), title_justify="left")
     for i, title in enumerate(header(results)):
-        table.add_column(title, justify="left" if i == 0 else "right", no_wrap=i == 0)
+        table.add_column(Text(title), justify="left" if i == 0 else "right", no_wrap=i == 0)
     for line in cells(results):
         table.add_row(*(Text(cell.text, style="bold" if cell.best else "") for cell in line))
     return table

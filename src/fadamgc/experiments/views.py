@@ -10,6 +10,7 @@ import typer
 
 from fadamgc.console import say, terminal
 from fadamgc.errors import InputError
+from fadamgc.escape import printable
 
 if TYPE_CHECKING:
     from fadamgc.experiments.results import Results
@@ -100,7 +101,8 @@ def report(
     if len(folders) > 1 or (len(every) > 1 and read_study(folders[0]) is None):
         common = out or Path("out/report")
         write_reports(list(every), common, cost if priced else None)
-        terminal().print(f"{common / 'report.html'}", highlight=False, soft_wrap=True, markup=False)
+        where = printable(str(common / "report.html"))
+        terminal().print(where, highlight=False, soft_wrap=True, markup=False)
 
 
 def _places(folders: list[Path], out: Path | None) -> dict[Path, Path]:
@@ -138,12 +140,13 @@ def predict(
     - `fadamgc predict out/main-sst2-laptop/runs/fadamgc-seed0 "a film that never ends"`
     """
     from rich.table import Table
+    from rich.text import Text
 
     from fadamgc.experiments.predict import predict as classify
 
     table = Table("label", "probability")
     for label, share in list(classify(run, text, second, base).items())[:5]:
-        table.add_row(label, f"{share:.1%}")
+        table.add_row(Text(printable(label)), f"{share:.1%}")
     terminal().print(table)
 
 
@@ -278,4 +281,4 @@ def show(results: Results, folder: Path, seconds: float | None = None) -> None:
         console.print(f"{results.missing} runs of the spec are not there", highlight=False)
     took = "" if seconds is None else f" ({seconds:.0f} s)"
     where = f"written{took}: {folder / 'report.html'}, and the tables and figures beside it"
-    console.print(where, highlight=False, soft_wrap=True, markup=False)
+    console.print(printable(where), highlight=False, soft_wrap=True, markup=False)

@@ -148,6 +148,7 @@ function traces(experiment, axis) {
   experiment.methods.forEach((method, number) => {
     if (!method.runs.length || hidden.has(method.label)) return;
     const { x, middle, low, high, rounds } = line(experiment, method, axis);
+    if (!x.length) return;  // some run has no finite value in any round
     const subject = number === experiment.methods.length - 1;
     result.push({
       x: [...x, ...[...x].reverse()], y: [...high, ...[...low].reverse()],
