@@ -247,11 +247,8 @@ def is_system_error(error: CheckpointError) -> bool:
 
 def move_aside(path: Path) -> Path:
     """Rename a file or folder that cannot be read, and replace nothing; the new path."""
-    for number in numbers_from(1):
-        aside = path.with_name(f"{path.name}.unreadable-{number}")
-        if not os.path.lexists(aside):
-            return path.rename(aside)
-    raise AssertionError
+    names = (path.with_name(f"{path.name}.unreadable-{number}") for number in numbers_from(1))
+    return path.rename(next(aside for aside in names if not os.path.lexists(aside)))
 
 
 class Space(NamedTuple):
