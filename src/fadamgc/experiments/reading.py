@@ -135,17 +135,12 @@ def _task(table: dict[str, Any]) -> TaskSpec:
     return make_section(TASKS[data], table, f"[task] with data='{data}'")
 
 
-OWN = ("algorithm", "label", "tracked")  # keys of a method that are not hyperparameters
-
-
 def _saved_method(table: dict[str, Any], number: int) -> MethodSpec:
     """A method as a program has saved it, whose algorithm need not be known here."""
-    plain = {key: table[key] for key in OWN if key in table}
-    hyperparameters = {key: value for key, value in table.items() if key not in OWN}
-    label = {"label": str(table.get("algorithm"))}
-    return make_section(
-        MethodSpec, label | plain | {"hyperparameters": hyperparameters}, f"[[method]] {number}"
-    )
+    own = set(MethodSpec.model_fields) - {"hyperparameters"}
+    plain = {"label": str(table.get("algorithm"))} | {key: table[key] for key in own if key in table}
+    hyperparameters = {key: value for key, value in table.items() if key not in own}
+    return make_section(MethodSpec, plain | {"hyperparameters": hyperparameters}, f"[[method]] {number}")
 
 
 def _method(table: dict[str, Any], number: int) -> MethodSpec:
@@ -153,17 +148,18 @@ def _method(table: dict[str, Any], number: int) -> MethodSpec:
     if "algorithm" not in table:
         raise InputError(f"{place} needs the key 'algorithm'")
     name = str(table["algorithm"])
+    own = ("algorithm", "label", "tracked")
     try:
         cls = algorithm_class(name)
-        known = [*OWN, *(field.name for field in dataclasses.fields(cls))]
+        known = [*own, *(field.name for field in dataclasses.fields(cls))]
         for key in table:
             if key not in known:
                 raise InputError(f"{name} has no key {key!r}{nearest(key, known)}; it has {', '.join(known)}")
-        hyperparameters = {key: value for key, value in table.items() if key not in OWN}
+        hyperparameters = {key: value for key, value in table.items() if key not in own}
         make_algorithm(name, **hyperparameters)
     except InputError as error:
         raise InputError(f"{place}: {error}") from None
-    plain = {"label": cls.title} | {key: table[key] for key in OWN if key in table}
+    plain = {"label": cls.title} | {key: table[key] for key in own if key in table}
     return make_section(MethodSpec, plain | {"hyperparameters": hyperparameters}, place)
 
 
