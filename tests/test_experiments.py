@@ -11,6 +11,7 @@ import json
 import math
 import re
 import statistics
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,9 +25,10 @@ from fadamgc.experiments import build, pool
 from fadamgc.experiments.build import build_task, label_counts
 from fadamgc.experiments.reading import load_spec, parse_spec, preset, presets
 from fadamgc.experiments.report import markdown, summarise, write_report
-from fadamgc.experiments.results import Spread, cells, header, read_results
+from fadamgc.experiments.results import DASH, Spread, cells, header, read_results
 from fadamgc.experiments.runner import FILES, plan, prepare, run_spec
 from fadamgc.experiments.spec import TASKS, CostSpec, MethodSpec, RunSpec, Spec, TuneSpec
+from fadamgc.experiments.toml import toml_value
 from fadamgc.experiments.tune import Point, choose, tune, tune_jobs
 from fadamgc.models import mlp
 
@@ -99,6 +101,9 @@ algorithm = "scaffold"
 """
 
 
+EVERY = "".join(map(chr, range(160)))  # control characters, too
+
+
 def spec_of(text: str) -> Spec:
     return parse_spec(text, "spec.toml")
 
@@ -131,14 +136,13 @@ def test_a_spec_survives_the_way_to_toml_and_back(text):
 
 def test_every_kind_of_value_survives_the_way_to_toml_and_back():
     spec = spec_of(
-        QUADRATICS.replace(
-            '"scaffold"', '"scaffold"\nlabel = "S \\"x\\" \\\\ \\u00e9 \\u007f"\ninit = "gradient"'
-        )
+        QUADRATICS.replace('"scaffold"', '"scaffold"\nlabel = "S \\"x\\" \\\\ \\u00e9"\ninit = "gradient"')
         + '[[method]]\nalgorithm = "fedadam"\nv0 = 0.0\nbias_correction = true\neta_l = 1e-05\n'
         + "[cost]\ndown_mbps = [1.0, 2, 3.5, inf]\nlatency = 2"
     )
     assert spec.cost.down_mbps == (1.0, 2, 3.5, math.inf)
-    assert spec.methods[0].label == 'S "x" \\ é \x7f'
+    assert tomllib.loads(f"text = {toml_value(EVERY)}")["text"] == EVERY
+    assert spec.methods[0].label == 'S "x" \\ é'
     assert spec.methods[1].make().bias_correction is True
     assert spec_of(spec.to_toml()) == spec
 
@@ -332,7 +336,7 @@ def test_resume_keeps_what_is_finished_and_equal(done, tmp_path, monkeypatch):
     run_spec(short, out, workers=1, quiet=True)
     made = []
 
-    def execute(jobs, on_round):
+    def execute(jobs, on_round, warn):
         made.extend(job.name for job in jobs)
         return [pool.Outcome(1, 0.5)] * len(jobs)
 
@@ -448,6 +452,22 @@ def test_a_disk_that_fills_up_loses_no_finished_run(tmp_path, monkeypatch):
     assert all(job.saved() for job in plan(spec_of(TINY), tmp_path))
 
 
+def test_what_a_kill_left_behind_is_removed_by_the_next_start(tmp_path):
+    """Killed between saving a record and removing the checkpoint, or while a figure was being written."""
+    run_spec(spec_of(TINY), tmp_path, workers=1, quiet=True)
+    job = plan(spec_of(TINY), tmp_path)[0]
+    (job.folder / "checkpoint").mkdir()
+    (job.folder / "checkpoint" / "checkpoint.json").write_text("{}")
+    figure = tmp_path / ".partition.png.999999999-0123abcd.tmp"
+    figure.touch()
+    before = {path for path in tmp_path.rglob("*") if path.is_file()}
+    run_spec(spec_of(TINY), tmp_path, workers=1, quiet=True, resume=True)
+    assert not (job.folder / "checkpoint").exists()
+    assert not figure.exists()
+    gone = before - {path for path in tmp_path.rglob("*") if path.is_file()}
+    assert gone == {figure, job.folder / "checkpoint" / "checkpoint.json"}
+
+
 def test_where_there_is_no_terminal_lines_say_how_long_it_will_take(tmp_path, capsys):
     run_spec(spec_of(TINY), tmp_path, workers=1)
     preparing, checking, *lines = capsys.readouterr().err.splitlines()
@@ -464,7 +484,8 @@ def test_a_run_that_diverges_does_not_stop_the_others(tmp_path):
     assert "non-finite" in failures[0].error
     results = write_report(tmp_path / "out")
     assert {label: len(runs) for label, runs in results.runs.items()} == {"SCAFFOLD": 0, "FedAvg": 2}
-    assert cells(results)[0][0].text == "SCAFFOLD (0 of 2 runs)"
+    assert [cell.text for cell in cells(results)[0]] == ["SCAFFOLD", *["diverged"] * 3, DASH]
+    assert results.missing == 0
 
 
 # The report.

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from fadamgc.errors import InputError
+from fadamgc.escape import printable
 
 DataRoot = Annotated[
     Path | None,
@@ -21,8 +22,8 @@ DataRoot = Annotated[
 
 
 def say(message: str) -> None:
-    """Print to the standard error."""
-    print(message, file=sys.stderr)
+    """Print one line to the standard error."""
+    print(printable(message), file=sys.stderr)
 
 
 def terminal() -> Console:

@@ -31,6 +31,10 @@ class CheckpointInUseError(CheckpointError):
     """A checkpoint folder that another run is using at this moment."""
 
 
+class UnwritableError(CheckpointError):
+    """A folder or a file that cannot be written, for want of room or of permission."""
+
+
 class ClientError(FadamgcError):
     """The model or the loss failed on one client's data; the message names client, round and step."""
 

@@ -27,7 +27,7 @@ from filelock import BaseFileLock, FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from fadamgc.errors import CheckpointError, CheckpointInUseError
+from fadamgc.errors import CheckpointError, CheckpointInUseError, UnwritableError
 
 FORMAT = 1
 LOCK = ".lock"
@@ -144,9 +144,9 @@ def private_folder(folder: Path) -> None:
         raise CheckpointError(f"{folder} cannot be made private: {error.strerror or error}") from error
 
 
-def unwritable(path: Path, error: OSError) -> CheckpointError:
+def unwritable(path: Path, error: OSError) -> UnwritableError:
     """The error for a folder or a file that cannot be written, such as on a full disk."""
-    return CheckpointError(f"{path} cannot be written: {error.strerror or error}")
+    return UnwritableError(f"{path} cannot be written: {error.strerror or error}")
 
 
 # Bundles.

@@ -13,11 +13,12 @@ from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple
 
+from fadamgc.escape import markdown as markdown_text
 from fadamgc.experiments import theory
 from fadamgc.experiments.paper import BETA2, MAIN, PaperRow
 from fadamgc.experiments.report import markdown as table_of
 from fadamgc.experiments.report import read_entries
-from fadamgc.experiments.results import DASH, Results, Row, Spread, caption, read_results, rows
+from fadamgc.experiments.results import DASH, DIVERGED, Results, Row, Spread, caption, read_results, rows
 from fadamgc.experiments.runner import SPEC
 from fadamgc.experiments.study import STUDY, SavedStudy, read_study
 from fadamgc.experiments.summary import Entry
@@ -93,7 +94,7 @@ def _beside_paper(results: Results, row: PaperRow, by: Callable[[Row], str]) -> 
     found = rows(results)
     labels = [one.method.label for one in found]
     lines = [
-        "| | " + " | ".join(labels) + " |",
+        "| | " + " | ".join(map(markdown_text, labels)) + " |",
         "|:--" + "|--:" * len(labels) + "|",
     ]
     for measure in ("rounds", "minutes"):
@@ -103,7 +104,7 @@ def _beside_paper(results: Results, row: PaperRow, by: Callable[[Row], str]) -> 
         lines.append(f"| {measure} to {row.target:.0%}, paper | " + " | ".join(cells) + " |")
         ours = [_reached(one, getattr(one, measure)) for one in found]
         lines.append(f"| {measure} to {results.target}, here | " + " | ".join(ours) + " |")
-    finals = [f"{one.final.mean:.1%} ± {one.final.std:.1%}" if one.runs else DASH for one in found]
+    finals = [_final(one) for one in found]
     lines.append("| accuracy at the end, here | " + " | ".join(finals) + " |")
     steps = [f"{one.method.make().eta_l:g}, {getattr(one.method.make(), 'eta_g', 1):g}" for one in found]
     lines.append("| eta_l, eta_g, here | " + " | ".join(steps) + " |")
@@ -118,9 +119,18 @@ def _beside_paper(results: Results, row: PaperRow, by: Callable[[Row], str]) -> 
     return "\n".join(lines) + "\n\n" + "\n".join(said) + "\n"
 
 
+def _final(row: Row) -> str:
+    if row.all_diverged:
+        return DIVERGED
+    note = f" ({row.diverged}/{row.runs} {DIVERGED})" if row.diverged else ""
+    return f"{row.final.mean:.1%} ± {row.final.std:.1%}{note}" if row.runs else DASH
+
+
 def _reached(row: Row, spread: Spread) -> str:
     if not row.runs:
         return DASH
+    if row.all_diverged and not row.reached:
+        return DIVERGED
     if not row.reached:
         return f"never (0/{row.runs})"
     std = "" if math.isnan(spread.std) else f" ± {spread.std:.1f}"
@@ -243,7 +253,9 @@ def _theory(entries: Sequence[Entry]) -> list[Claim]:
     exact = [entry for entry in entries if entry.results.spec.task.data == "quadratics"]
     claims = []
     for entry in exact:
-        finals = {row.method.label: row.final.mean for row in rows(entry.results)}
+        finals = {
+            row.method.label: math.inf if row.diverged else row.final.mean for row in rows(entry.results)
+        }
         said = ", ".join(f"{label} {value:.1e}" for label, value in finals.items())
         stall = min(value for label, value in finals.items() if not label.startswith("FAdamGC"))
         claims.append(
@@ -311,7 +323,7 @@ def page(root: Path, to: Path) -> str:
 
 def _single(folder: Path, link: str) -> str:
     results = read_results(folder)
-    parts = [f"{caption(results)}. {_setting(results)} ([records]({link}))\n"]
+    parts = [f"{markdown_text(caption(results))}. {_setting(results)} ([records]({link}))\n"]
     if folder.name in MAIN:
         parts.append(_beside_paper(results, MAIN[folder.name], lambda row: row.method.algorithm))
     else:
@@ -323,11 +335,11 @@ def _single(folder: Path, link: str) -> str:
 def _several(folder: Path, study: SavedStudy, link: str) -> str:
     entries = read_entries(folder, study)
     first = entries[0].results
-    parts = [f"{study.title}. {_setting(first)} ([records]({link}))\n"]
+    parts = [f"{markdown_text(study.title)}. {_setting(first)} ([records]({link}))\n"]
     if study.name == "beta2":
         for entry in entries:
             known = _beside_paper(entry.results, BETA2[entry.name], lambda row: row.method.label)
-            parts.append(f"### {entry.name}\n\n{known}")
+            parts.append(f"### {markdown_text(entry.name)}\n\n{known}")
     else:
         parts.append(tables_of(entries, study.measures))
     if study.name in CLAIMS:

@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
+from fadamgc.escape import printable
 from fadamgc.experiments.results import Results
 
 if TYPE_CHECKING:
@@ -32,11 +33,12 @@ def curves_figure(results: Results, lines: Mapping[str, pd.DataFrame], axes: Seq
     panels = figure.subplots(1, len(axes), squeeze=False, sharey=True)[0]
     for panel, x in zip(panels, axes, strict=True):
         _draw(panel, results, lines, x)
-    panels[0].set_ylabel(f"test {results.spec.task.metric}" if results.accuracy else results.spec.task.metric)
+    metric = printable(results.spec.task.metric)
+    panels[0].set_ylabel(f"test {metric}" if results.accuracy else metric, parse_math=False)
     handles = panels[0].get_legend_handles_labels()
     for text in figure.legend(*handles, loc="outside right center", frameon=False).get_texts():
         text.set_parse_math(False)
-    figure.suptitle(results.spec.title or results.spec.name, fontsize=12, parse_math=False)
+    figure.suptitle(printable(results.spec.title or results.spec.name), fontsize=12, parse_math=False)
     return figure
 
 
@@ -72,7 +74,7 @@ def _draw(panel: Axes, results: Results, lines: Mapping[str, pd.DataFrame], x: s
             line["mean"],
             color=shade,
             linewidth=2.4 if subject else 1.5,
-            label=label,
+            label=printable(label),
             zorder=3 + subject,
         )
         panel.fill_between(line[x], line["low"], line["high"], color=shade, alpha=0.12, linewidth=0)
@@ -83,7 +85,7 @@ def _draw(panel: Axes, results: Results, lines: Mapping[str, pd.DataFrame], x: s
         panel.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0, symbol=" %"))
         highest = max([*(line["high"].max() for line in lines.values()), results.spec.run.target or 0.0])
         panel.set_ylim(0, 1 if highest > ALMOST_ALL else 1.1 * highest or 1)
-    else:
+    elif results.logarithmic:
         panel.set_yscale("log", nonpositive="mask")
     panel.set_xlim(0, max((line[x].max() for line in lines.values()), default=1))
     panel.set_xlabel(X_TITLE[x])

@@ -17,8 +17,10 @@ from typing import Any, NamedTuple
 
 from plotly.offline import get_plotlyjs
 
+from fadamgc.escape import printable
 from fadamgc.experiments.figures import colour
-from fadamgc.experiments.results import Results, cells, extent, header, legend, pricing
+from fadamgc.experiments.results import Results, cells, extent, header, legend, pricing, rows
+from fadamgc.experiments.spec import CustomTask
 from fadamgc.sim.cost import PerClient
 from fadamgc.sim.run import Run
 
@@ -92,10 +94,13 @@ def _data(results: Results, colours: dict[str, str]) -> dict[str, Any]:
             "label": label,
             "colour": colours[label],
             "runs": [_run(run, works) for run in runs],
+            "ended": row.runs,
+            "diverged": row.diverged,
         }
-        for label, runs in results.runs.items()
+        for (label, runs), row in zip(results.runs.items(), rows(results), strict=True)
     ]
     spec = results.spec
+    metric = printable(spec.task.metric)
     first = next(run for runs in results.runs.values() for run in runs)
     return {
         "methods": methods,
@@ -105,7 +110,8 @@ def _data(results: Results, colours: dict[str, str]) -> dict[str, Any]:
         "target_text": results.target,
         "goal": first.goal,
         "accuracy": results.accuracy,
-        "metric_text": f"test {spec.task.metric}" if results.accuracy else spec.task.metric,
+        "logarithmic": results.logarithmic,
+        "metric_text": f"test {metric}" if results.accuracy else metric,
         "cost": {
             **{name: _single(getattr(results.cost, name)) for name, *_ in SLIDERS},
             "per_round": results.cost.per_round,
@@ -132,7 +138,7 @@ def _run(run: Run, works: dict[Any, int]) -> dict[str, Any]:
         "seed": run.settings["seed"],
         "metric": [_finite(record.test_metric) for record in run.history],
         "bytes": so_far,
-        "seconds": [record.simulated_seconds for record in run.history],
+        "seconds": [_finite(record.simulated_seconds) for record in run.history],
         "work": kinds,
     }
 
@@ -176,8 +182,8 @@ def _controls(colours: dict[str, str]) -> str:
 
 def _experiment(shown: Shown) -> str:
     results = shown.results
-    means = "means" if results.accuracy else "geometric means"
-    band = "one standard deviation" + ("" if results.accuracy else " of the logarithm")
+    means = "geometric means" if results.logarithmic else "means"
+    band = "one standard deviation" + (" of the logarithm" if results.logarithmic else "")
     plots = "".join(
         f'<h3>{said}</h3><div class="plot" data-axis="{axis}"></div>' for axis, said in AXES.items()
     )
@@ -197,10 +203,12 @@ def _experiment(shown: Shown) -> str:
         image = f'<img alt="Label distribution of every client" src="data:image/png;base64,{data}">'
         seed = results.spec.run.seeds[0]
         parts.append(_section("Who holds which labels", image, f"Partition of seed {seed}."))
+    again = "Save it as spec.toml; <code>fadamgc run spec.toml</code> makes the same runs again."
+    if isinstance(results.spec.task, CustomTask):
+        again = "The runs came from a program with its own task; <code>fadamgc run</code> cannot repeat them."
     parts.append(
         "<section><details><summary>The spec that made this</summary>"
-        f"<pre>{escape(results.spec.to_toml())}</pre></details>"
-        "<p>Save it as spec.toml; <code>fadamgc run spec.toml</code> makes the same runs again.</p></section>"
+        f"<pre>{escape(results.spec.to_toml())}</pre></details><p>{again}</p></section>"
     )
     parts.append(_section("Made with", _environments(results)))
     return "\n".join(parts)

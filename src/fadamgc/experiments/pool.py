@@ -7,6 +7,9 @@ not depend on how many there are.
 
 from __future__ import annotations
 
+import errno
+import json
+import logging
 import os
 import shutil
 import signal
@@ -17,6 +20,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count as numbers_from
 from itertools import groupby, pairwise
 from multiprocessing import connection, get_context, parent_process
 from pathlib import Path
@@ -27,10 +31,27 @@ import torch
 
 from fadamgc.algorithm import AnyAlgorithm
 from fadamgc.cache import code_folder
-from fadamgc.errors import CheckpointError, FadamgcError, NonFiniteError, whole
+from fadamgc.errors import (
+    CheckpointError,
+    CheckpointInUseError,
+    FadamgcError,
+    NonFiniteError,
+    OtherRunError,
+    UnwritableError,
+    whole,
+)
 from fadamgc.experiments.build import build_task
-from fadamgc.experiments.spec import CostSpec, MethodSpec, PicturesTask, RunSpec, Spec, TaskSpec, TextTask
-from fadamgc.files import as_json, has_bundle
+from fadamgc.experiments.spec import (
+    CostSpec,
+    CustomTask,
+    MethodSpec,
+    PicturesTask,
+    RunSpec,
+    Spec,
+    TaskSpec,
+    TextTask,
+)
+from fadamgc.files import as_json, has_bundle, write_atomic
 from fadamgc.sim.cores import one_thread
 from fadamgc.sim.engine import Engine, Hooks, Makers, RoundEnd, prepare, simulate
 from fadamgc.sim.executors.native import compiler
@@ -39,10 +60,17 @@ from fadamgc.sim.run import Run, read_run
 from fadamgc.task import Task
 from fadamgc.trackers import chosen
 
+log = logging.getLogger("fadamgc")
+
 ADAPTER = "adapter"  # of a run on texts, in peft's format
 CHECKPOINT = "checkpoint"
+RECORDS = ("run.json", "run.json.gz")  # the record of a finished run, plain or packed
+DIVERGED_RECORD = "diverged.json"  # why a run stopped whose update was not finite
 CHECKPOINT_EVERY = 25  # rounds that an interrupted run loses at the most
 TOGETHER = 16  # runs that advance together at the most
+
+
+Warn = Callable[[str], object]  # tells the user
 
 
 @dataclass(frozen=True)
@@ -53,7 +81,7 @@ class Job:
     run: RunSpec
     cost: CostSpec
     method: MethodSpec
-    algorithm: AnyAlgorithm  # the method's, so that a worker needs no registry
+    algorithm: AnyAlgorithm | None  # the method's, so that a worker needs no registry; None: cannot be run
     seed: int
     folder: Path
     validation: float = 0.0  # above 0: evaluated on held-out train data
@@ -71,7 +99,8 @@ class Job:
     ) -> Job:
         """The job of a spec's method and seed."""
         run = spec.run.model_copy(update={"tracked": spec.tracked(method)})
-        return cls(spec.task, run, spec.cost, method, method.make(), seed, folder, validation, detail)
+        algorithm = None if isinstance(spec.task, CustomTask) else method.make()
+        return cls(spec.task, run, spec.cost, method, algorithm, seed, folder, validation, detail)
 
     @property
     def name(self) -> str:
@@ -130,8 +159,11 @@ class Job:
             "executor": run.executor,
         }
 
-    def start(self, callback: Callable[[RoundEnd], object], make: Makers) -> tuple[Engine, Hooks]:
-        """The run before its first round, or where its checkpoint is."""
+    def start(self, callback: Callable[[RoundEnd], object], make: Makers, warn: Warn) -> tuple[Engine, Hooks]:
+        """The run before its first round, or where its checkpoint is.
+
+        A checkpoint of other settings is removed; one that cannot be read is moved aside, with a warning.
+        """
         checkpoint = self.folder / CHECKPOINT
         name = self.folder.name
         parameters = {"algorithm": self.method.algorithm, **self.method.hyperparameters, "seed": self.seed}
@@ -145,23 +177,92 @@ class Job:
         }
         try:
             return prepare(**arguments)
-        except CheckpointError:
-            shutil.rmtree(checkpoint, ignore_errors=True)  # of other settings, or damaged
-            return prepare(**arguments)
+        except OtherRunError:
+            shutil.rmtree(checkpoint, ignore_errors=True)
+        except CheckpointInUseError:
+            raise
+        except CheckpointError as error:
+            if is_system_error(error):
+                raise
+            warn(f"{error}; moved to {move_aside(checkpoint)}, and {self.name} starts from round 1")
+        return prepare(**arguments)
 
     def labelled(self, run: Run) -> Run:
         """The run with what it is a run of."""
         return replace(run, settings=run.settings | {"job": self.identity()})
 
-    def saved(self) -> Run | None:
-        """The run if it was saved by a job equal to this one, else None."""
+    def load(self) -> Run | None:
+        """The run if it was saved by a job equal to this one, else None.
+
+        Raises:
+            CheckpointError: the record is damaged, or cannot be read.
+        """
         if not has_bundle(self.folder, "run"):
             return None
+        run = read_run(self.folder)
+        return run if self._is_identity(run.settings.get("job")) else None
+
+    def saved(self) -> Run | None:
+        """The run if it was saved by a job equal to this one and can be read, else None."""
         try:
-            run = read_run(self.folder)
+            return self.load()
         except CheckpointError:
-            return None  # damaged: it is made again
-        return run if run.settings.get("job") == self.identity() else None
+            return None
+
+    def is_done(self, warn: Warn) -> bool:
+        """Whether the run need not be made again; a damaged record is moved aside, with a warning.
+
+        A process that was killed just after it saved the run has left the checkpoint, which is removed.
+        """
+        try:
+            if self.load() is None:
+                return False
+            shutil.rmtree(self.folder / CHECKPOINT, ignore_errors=True)
+            return True
+        except CheckpointError as error:
+            if is_system_error(error):
+                raise
+            aside = [str(move_aside(path)) for name in RECORDS if (path := self.folder / name).exists()]
+            warn(f"{error}; moved to {', '.join(aside)}, and {self.name} is run again")
+            return False
+
+    def diverged(self) -> str | None:
+        """Why the run of a job equal to this one stopped, if an update of it was not finite."""
+        try:
+            record = json.loads((self.folder / DIVERGED_RECORD).read_bytes())
+        except (OSError, ValueError, RecursionError):
+            return None
+        known = isinstance(record, dict) and self._is_identity(record.get("job"))
+        return str(record.get("error")) if known else None
+
+    def _is_identity(self, saved: object) -> bool:
+        """Whether a saved identity is this job's; a spec has no key for a hyperparameter that is None."""
+        return bool(_without_none(saved) == _without_none(self.identity()))
+
+
+def _without_none(identity: Any) -> Any:
+    try:
+        method = identity["method"]
+        given = {key: value for key, value in method["hyperparameters"].items() if value is not None}
+        return identity | {"method": method | {"hyperparameters": given}}
+    except (KeyError, TypeError, AttributeError):
+        return identity  # of no job
+
+
+def is_system_error(error: CheckpointError) -> bool:
+    """Whether the system could not read or write (permission, a full disk): that is no damage."""
+    cause = error.__cause__ or error.__context__
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno not in (None, errno.ENOENT, errno.ENOTDIR):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
+
+
+def move_aside(path: Path) -> Path:
+    """Rename a file or folder that cannot be read, and replace nothing; the new path."""
+    names = (path.with_name(f"{path.name}.unreadable-{number}") for number in numbers_from(1))
+    return path.rename(next(aside for aside in names if not os.path.lexists(aside)))
 
 
 class Space(NamedTuple):
@@ -191,10 +292,11 @@ class Stopped(Exception):  # noqa: N818
     """The user wants no more; what was not finished is not kept."""
 
 
-def execute(jobs: Sequence[Job], on_round: Callable[[int], bool]) -> list[Outcome]:
+def execute(jobs: Sequence[Job], on_round: Callable[[int], bool], warn: Warn = log.warning) -> list[Outcome]:
     """Run jobs of one method together, and save each as soon as it has ended.
 
-    ``on_round`` is told after each round which job had it, and says whether to stop.
+    ``on_round`` is told after each round which job had it, and says whether to stop. ``warn`` is told what
+    the user should know.
     """
     outcomes: dict[int, Outcome] = {}
 
@@ -206,6 +308,9 @@ def execute(jobs: Sequence[Job], on_round: Callable[[int], bool]) -> list[Outcom
         job = jobs[i]
         if isinstance(run, NonFiniteError):
             outcomes[i] = Outcome(run.round, None, str(run))
+            reason = {"job": job.identity(), "error": str(run)}
+            job.folder.mkdir(parents=True, exist_ok=True)
+            write_atomic(job.folder / DIVERGED_RECORD, json.dumps(reason).encode())
             return
         if isinstance(job.task, TextTask) and not job.validation:
             from fadamgc.models.text import TextClassifier
@@ -215,6 +320,7 @@ def execute(jobs: Sequence[Job], on_round: Callable[[int], bool]) -> list[Outcom
             job.folder.mkdir(parents=True, exist_ok=True)
             model.save_adapter(job.folder / ADAPTER)  # before the record, which says that all is there
         job.labelled(run).save(job.folder, states=False)
+        (job.folder / DIVERGED_RECORD).unlink(missing_ok=True)  # of an earlier attempt
         shutil.rmtree(job.folder / CHECKPOINT, ignore_errors=True)
         outcomes[i] = Outcome(len(run.history), run.history[-1].test_metric)
 
@@ -223,13 +329,14 @@ def execute(jobs: Sequence[Job], on_round: Callable[[int], bool]) -> list[Outcom
         with torch.inference_mode(False), ExitStack() as stack:
             started = []
             for i, job in enumerate(jobs):
-                started.append(job.start(partial(callback, i), share.makers))
+                started.append(job.start(partial(callback, i), share.makers, warn))
                 stack.callback(started[-1][0].close)
             advance(started, finished=finished)
-    except OSError as error:  # a full disk, most likely; the last checkpoints are still there
+    except (OSError, UnwritableError) as error:  # a full disk, most likely; the last checkpoints are there
+        folder = jobs[0].folder.parent
+        message = f"{folder} cannot be written: {error.strerror}" if isinstance(error, OSError) else error
         raise FadamgcError(
-            f"{jobs[0].folder.parent} cannot be written: {error.strerror or error}; what was finished is "
-            "saved: make room and go on with --resume"
+            f"{message}; what was finished is saved: make room and continue with --resume"
         ) from error
     return [outcomes[i] for i in range(len(jobs))]
 
@@ -248,7 +355,13 @@ def in_groups(jobs: Sequence[Job], workers: int) -> list[list[int]]:
     return groups
 
 
-def run_jobs(jobs: Sequence[Job], workers: int | None, progress: Progress, finished: Finished) -> None:
+def run_jobs(
+    jobs: Sequence[Job],
+    workers: int | None,
+    progress: Progress,
+    finished: Finished,
+    warn: Warn = log.warning,
+) -> None:
     """Run all jobs. On an interrupt or an error the workers stop; what was saved by then stays."""
     check_workers(workers)
     count = min(workers or os.cpu_count() or 1, len(jobs))
@@ -256,7 +369,7 @@ def run_jobs(jobs: Sequence[Job], workers: int | None, progress: Progress, finis
     if count <= 1:
         with one_thread():
             for group in groups:
-                outcomes = execute([jobs[i] for i in group], partial(_advance, progress, group))
+                outcomes = execute([jobs[i] for i in group], partial(_advance, progress, group), warn)
                 for i, outcome in zip(group, outcomes, strict=True):
                     finished(i, outcome)
         return
@@ -265,7 +378,7 @@ def run_jobs(jobs: Sequence[Job], workers: int | None, progress: Progress, finis
     context = get_context("spawn")
     stop, messages = context.Event(), context.SimpleQueue()
     pool = ProcessPoolExecutor(count, context, _start_worker, (stop, messages))
-    listener = threading.Thread(target=_listen, args=(messages, progress), daemon=True)
+    listener = threading.Thread(target=_listen, args=(messages, progress, warn), daemon=True)
     listener.start()
     try:
         # A queue and not concurrent.futures.wait: that takes the locks of all futures, and an interrupt in
@@ -342,9 +455,13 @@ def _work(group: list[int], jobs: list[Job]) -> list[Outcome]:
         _messages.put(group[i])
         return bool(_stop.is_set())
 
-    return execute(jobs, on_round)
+    return execute(jobs, on_round, warn=_messages.put)
 
 
-def _listen(messages: Any, progress: Progress) -> None:
-    while (i := messages.get()) is not None:
-        progress(i)
+def _listen(messages: Any, progress: Progress, warn: Warn) -> None:
+    """Until the end (None): a number is the job that had a round, a text is a warning."""
+    while (message := messages.get()) is not None:
+        if isinstance(message, str):
+            warn(message)
+        else:
+            progress(message)

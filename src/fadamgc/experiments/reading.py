@@ -15,6 +15,7 @@ from fadamgc.experiments.spec import (
     RUNNABLE,
     TASKS,
     CostSpec,
+    CustomTask,
     MethodSpec,
     RunSpec,
     Section,
@@ -112,7 +113,9 @@ def _spec(tables: dict[str, Any]) -> Spec:
     for key, cls in classes.items():
         if key in tables:
             parts[key] = attempt(lambda cls=cls, key=key: make_section(cls, tables[key], f"[{key}]"))  # type: ignore[misc]
-    methods = [attempt(lambda i=i, m=m: _method(m, i)) for i, m in enumerate(given, start=1)]  # type: ignore[misc]
+    from_program = isinstance(parts.get("task"), CustomTask)
+    make = _saved_method if from_program else _method
+    methods = [attempt(lambda i=i, m=m: make(m, i)) for i, m in enumerate(given, start=1)]  # type: ignore[misc]
     if problems:
         raise InputError("\n".join(problems))
     return validated(Spec, parts | {"methods": tuple(methods)}, "")
@@ -130,6 +133,14 @@ def _task(table: dict[str, Any]) -> TaskSpec:
             f"[task] data={data!r} is not accepted; it must be one of {', '.join(map(repr, RUNNABLE))}{hint}"
         )
     return make_section(TASKS[data], table, f"[task] with data='{data}'")
+
+
+def _saved_method(table: dict[str, Any], number: int) -> MethodSpec:
+    """A method as a program has saved it, whose algorithm need not be known here."""
+    own = set(MethodSpec.model_fields) - {"hyperparameters"}
+    plain = {"label": str(table.get("algorithm"))} | {key: table[key] for key in own if key in table}
+    hyperparameters = {key: value for key, value in table.items() if key not in own}
+    return make_section(MethodSpec, plain | {"hyperparameters": hyperparameters}, f"[[method]] {number}")
 
 
 def _method(table: dict[str, Any], number: int) -> MethodSpec:

@@ -10,9 +10,11 @@ import pandas as pd
 from rich.table import Table
 from rich.text import Text
 
+from fadamgc import escape
 from fadamgc.errors import InputError
 from fadamgc.experiments.figures import curves_figure, png, svg
 from fadamgc.experiments.page import Shown, page
+from fadamgc.experiments.pool import DIVERGED_RECORD, RECORDS
 from fadamgc.experiments.results import (
     Results,
     caption,
@@ -25,37 +27,42 @@ from fadamgc.experiments.results import (
     rows,
 )
 from fadamgc.experiments.runner import PARTITION, RUNS, SPEC
-from fadamgc.experiments.study import STUDY, SavedCell, SavedStudy, read_study
-from fadamgc.experiments.summary import Entry, latex, write_summary
+from fadamgc.experiments.study import STUDY, SavedCell, SavedStudy, check_inside, read_study
+from fadamgc.experiments.summary import TO_TARGET, Entry, latex, write_summary
 from fadamgc.experiments.theory import write_bounds
 from fadamgc.files import write_atomic
 from fadamgc.sim.cost import CostModel
 
 
-def write_report(folder: str | Path, cost: CostModel | None = None) -> Results:
-    """Write all tables, figures and the page of an experiment into its folder."""
+def write_report(folder: str | Path, cost: CostModel | None = None, out: str | Path | None = None) -> Results:
+    """Write all tables, figures and the page of an experiment into its folder, or into another."""
     folder = Path(folder)
+    to = folder if out is None else Path(out)
     results = read_results(folder, cost)
     table = curves(results)
     lines = mean_curves(results, table)
+    measures = (*TO_TARGET, "final")
     try:
-        write_atomic(folder / "results.csv", _summary(results).to_csv(index=False).encode())
-        write_atomic(folder / "results.md", markdown(results).encode())
-        write_atomic(folder / "results.tex", latex([Entry(results.spec.name, results)]).encode())
-        write_atomic(folder / "curves.csv", table.to_csv(index=False).encode())
+        to.mkdir(parents=True, exist_ok=True)
+        write_atomic(to / "results.csv", escape.csv_bytes(_summary(results)))
+        write_atomic(to / "results.md", markdown(results).encode())
+        tex = latex([Entry(results.spec.name, results)], measures, as_alone=True)
+        write_atomic(to / "results.tex", tex.encode())
+        write_atomic(to / "curves.csv", escape.csv_bytes(table))
         for name, axes in (
             ("rounds", ("round",)),
             ("minutes", ("minutes",)),
             ("curves", ("round", "minutes")),
         ):
             drawn = curves_figure(results, lines, axes)
-            write_atomic(folder / f"{name}.png", png(drawn))
-            write_atomic(folder / f"{name}.svg", svg(drawn))
+            write_atomic(to / f"{name}.png", png(drawn))
+            write_atomic(to / f"{name}.svg", svg(drawn))
         title = results.spec.title or results.spec.name
         shown = Shown(title, results, _picture(folder))
-        write_atomic(folder / "report.html", page(title, [shown]).encode())
+        write_atomic(to / "report.html", page(title, [shown]).encode())
     except OSError as error:
-        raise InputError(f"folder={str(folder)!r} cannot be written: {error.strerror}") from None
+        name, hint = ("folder", "; --out names another") if out is None else ("out", "")
+        raise InputError(f"{name}={str(to)!r} cannot be written: {error.strerror}{hint}") from None
     return results
 
 
@@ -76,9 +83,15 @@ def _there(folder: Path, study: SavedStudy) -> list[SavedCell]:
     return [cell for cell in study.cells if (folder / cell.folder / SPEC).is_file()]
 
 
-def write_study_report(folder: str | Path, cost: CostModel | None = None) -> list[Path]:
-    """The tables, the figures and the page of a study with several cells, as far as they have run."""
+def write_study_report(
+    folder: str | Path, cost: CostModel | None = None, out: str | Path | None = None
+) -> list[Path]:
+    """The tables, the figures and the page of a study with several cells, as far as they have run.
+
+    They go into its folder, or into another.
+    """
     folder = Path(folder)
+    to = folder if out is None else Path(out)
     study = read_study(folder)
     if study is None:
         raise InputError(f"folder={str(folder)!r} holds no {STUDY}; `fadamgc reproduce` writes one")
@@ -87,10 +100,10 @@ def write_study_report(folder: str | Path, cost: CostModel | None = None) -> lis
         Shown(entry.name, entry.results, _picture(folder / cell.folder))
         for entry, cell in zip(entries, _there(folder, study), strict=True)
     ]
-    files = write_summary(folder, entries, study.title, study.axis, study.measures)
-    files += write_bounds(folder, entries)
-    write_atomic(folder / "report.html", page(study.title, shown).encode())
-    return [*files, folder / "report.html"]
+    files = write_summary(to, entries, study.title, study.axis, study.measures)
+    files += write_bounds(to, entries)
+    write_atomic(to / "report.html", page(study.title, shown).encode())
+    return [*files, to / "report.html"]
 
 
 def write_reports(
@@ -136,11 +149,14 @@ def keep(folder: str | Path, to: str | Path) -> int:
         )
     inside = [folder, *(folder / cell.folder for cell in _cells(folder))]
     found = [path for one in inside for name in KEPT if (path := one / name).is_file()]
-    found += [path for one in inside for path in sorted(one.glob(f"{RUNS}/*/run.json*"))]
+    runs = [path for one in inside for path in sorted(one.glob(f"{RUNS}/*"))]
+    found += [path for one in runs for name in (*RECORDS, DIVERGED_RECORD) if (path := one / name).is_file()]
     total = 0
     try:
         for path in found:
             target = to / path.relative_to(folder)
+            check_inside(folder, path, "folder")
+            check_inside(to, target, "to")
             target.parent.mkdir(parents=True, exist_ok=True)
             data = path.read_bytes()
             if path.name == "run.json":
@@ -163,10 +179,11 @@ def _summary(results: Results) -> pd.DataFrame:
             {
                 "method": row.method.label,
                 "algorithm": row.method.algorithm,
-                "eta_l": row.method.make().eta_l,
-                "eta_g": getattr(row.method.make(), "eta_g", None),
+                "eta_l": row.method.hyperparameter("eta_l"),
+                "eta_g": row.method.hyperparameter("eta_g"),
                 "runs": row.runs,
                 "runs_reached": row.reached,
+                "runs_diverged": row.diverged,
                 "target": results.spec.run.target,
                 "rounds_mean": row.rounds.mean,
                 "rounds_std": row.rounds.std,
@@ -186,7 +203,7 @@ def rich_table(results: Results) -> Table:
     """The table for a terminal."""
     table = Table(title=Text(caption(results)), title_justify="left")
     for i, title in enumerate(header(results)):
-        table.add_column(title, justify="left" if i == 0 else "right", no_wrap=i == 0)
+        table.add_column(Text(title), justify="left" if i == 0 else "right", no_wrap=i == 0)
     for line in cells(results):
         table.add_row(*(Text(cell.text, style="bold" if cell.best else "") for cell in line))
     return table
@@ -194,9 +211,10 @@ def rich_table(results: Results) -> Table:
 
 def markdown(results: Results) -> str:
     """The table in Markdown."""
-    lines = ["| " + " | ".join(header(results)) + " |", "|:--" + "|--:" * (len(header(results)) - 1) + "|"]
+    titles = list(map(escape.markdown, header(results)))
+    lines = ["| " + " | ".join(titles) + " |", "|:--" + "|--:" * (len(titles) - 1) + "|"]
     for line in cells(results):
-        shown = [cell.text.replace("|", "\\|") for cell in line]
+        shown = [escape.markdown(cell.text) for cell in line]
         shown = [f"**{text}**" if cell.best else text for text, cell in zip(shown, line, strict=True)]
         lines.append("| " + " | ".join(shown) + " |")
-    return f"{caption(results)}.\n{legend(results)}\n\n" + "\n".join(lines) + "\n"
+    return f"{escape.markdown(caption(results))}.\n{legend(results)}\n\n" + "\n".join(lines) + "\n"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bars
 
 from fadamgc.errors import FadamgcError, InputError
+from fadamgc.escape import printable
 from fadamgc.experiments.build import label_counts
 from fadamgc.experiments.pool import (
     Finished,
@@ -23,6 +26,7 @@ from fadamgc.experiments.pool import (
     Outcome,
     Progress,
     Space,
+    Warn,
     check_workers,
     in_groups,
     run_jobs,
@@ -101,7 +105,7 @@ def run_spec(
         check_same(spec, out, tuned)
     prepare(out, resume, overwrite)
     write_spec(spec, out)
-    todo = [job for job in jobs if not (resume and job.saved())]
+    todo = [job for job in jobs if not (resume and job.is_done(warn))]
     return carry_out(todo, workers, quiet, done=len(jobs) - len(todo))
 
 
@@ -265,7 +269,7 @@ def read_spec(out: Path) -> Spec:
 def carry_out(jobs: Sequence[Job], workers: int | None, quiet: bool, done: int = 0) -> tuple[Failure, ...]:
     """Run jobs with progress on stderr; an interrupt says what is saved."""
     failures: list[Failure] = []
-    with _display(jobs, quiet, done) as (progress, show):
+    with _display(jobs, quiet, done) as (progress, show, warn):
 
         def finished(i: int, outcome: Outcome) -> None:
             nonlocal done
@@ -277,7 +281,7 @@ def carry_out(jobs: Sequence[Job], workers: int | None, quiet: bool, done: int =
 
         total = done + len(jobs)
         try:
-            run_jobs(jobs, workers, progress, finished)
+            run_jobs(jobs, workers, progress, finished, warn)
         except KeyboardInterrupt:
             saved = total - sum(job.saved() is None for job in jobs)  # some may have been, since then
             raise Interrupted(
@@ -286,16 +290,23 @@ def carry_out(jobs: Sequence[Job], workers: int | None, quiet: bool, done: int =
     return tuple(failures)
 
 
+def warn(message: str, console: Console | None = None) -> None:
+    """Print a warning to the standard error."""
+    console = console or Console(stderr=True)
+    console.print(f"warning: {printable(message)}", markup=False, highlight=False, soft_wrap=True)
+
+
 @contextmanager
-def _display(jobs: Sequence[Job], quiet: bool, done: int) -> Iterator[tuple[Progress, Finished]]:
+def _display(jobs: Sequence[Job], quiet: bool, done: int) -> Iterator[tuple[Progress, Finished, Warn]]:
     console = Console(stderr=True)
+    above_bars = partial(warn, console=console)
     if quiet or not jobs:
-        yield (lambda _: None), (lambda _, __: None)
+        yield (lambda _: None), (lambda _, __: None), above_bars
     elif console.is_terminal:
         with _bars(console, jobs) as both:
-            yield both
+            yield *both, above_bars
     else:
-        yield (lambda _: None), _lines(console, jobs, done)
+        yield (lambda _: None), _lines(console, jobs, done), above_bars
 
 
 def _lines(console: Console, jobs: Sequence[Job], done: int) -> Finished:
@@ -310,8 +321,11 @@ def _lines(console: Console, jobs: Sequence[Job], done: int) -> Finished:
         more = f"; about {duration(left)} left" if number < total else ""
         metric = jobs[i].task.metric
         value = "" if outcome.metric is None else f", {metric} {outcome.metric:.4g}"
+        if outcome.metric is not None and not math.isfinite(outcome.metric):
+            value = ", diverged"
         said = outcome.error or f"{outcome.rounds} rounds{value}"
-        console.print(f"[{number}/{total}] {jobs[i].name}: {said}{more}", markup=False, soft_wrap=True)
+        line = printable(f"[{number}/{total}] {jobs[i].name}: {said}{more}")
+        console.print(line, markup=False, soft_wrap=True)
 
     return finished
 
@@ -340,7 +354,7 @@ def _bars(console: Console, jobs: Sequence[Job]) -> Iterator[tuple[Progress, Fin
     with Bars(*columns, console=console, transient=True) as bars:
         labels = list(dict.fromkeys(job.method.label for job in jobs))
         sizes = {label: [j.run.rounds for j in jobs if j.method.label == label] for label in labels}
-        items = {label: bars.add_task(escape(label), total=sum(sizes[label])) for label in labels}
+        items = {label: bars.add_task(escape(printable(label)), total=sum(sizes[label])) for label in labels}
         everything = bars.add_task("[bold]all", total=sum(map(sum, sizes.values())))
         rounds = [0] * len(jobs)
 

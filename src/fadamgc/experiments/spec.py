@@ -17,8 +17,9 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic import model_validator as after_all
 
 from fadamgc.algorithm import AnyAlgorithm
-from fadamgc.algorithms import make_algorithm
+from fadamgc.algorithms import algorithms, make_algorithm
 from fadamgc.errors import InputError, nearest
+from fadamgc.escape import UNPRINTABLE
 from fadamgc.experiments.toml import toml_table, toml_value
 from fadamgc.sim.cost import CostModel
 from fadamgc.sim.executors import EXECUTORS
@@ -38,12 +39,19 @@ def _distinct(values: tuple[float, ...]) -> tuple[float, ...]:
     return values
 
 
-def _folder_name(name: str) -> str:
+def folder_name(name: str) -> str:
+    """Refuse a name that cannot be that of a folder inside another."""
     if not re.fullmatch(r"[\w][\w .-]*", name):
         raise ValueError(
             "it names a folder: letters, digits, spaces, dots and dashes, a letter or digit first"
         )
     return name
+
+
+def _one_line(text: str) -> str:
+    if UNPRINTABLE.search(text):
+        raise ValueError("it must have no control characters, such as line breaks")
+    return text
 
 
 def _executor(name: str) -> str:
@@ -239,7 +247,7 @@ class CustomTask(Section):
 
     data: Literal["custom"]
     clients: Count
-    measure: str = "accuracy"
+    measure: Annotated[str, AfterValidator(_one_line)] = "accuracy"
 
     @property
     def metric(self) -> str:
@@ -330,7 +338,7 @@ class MethodSpec(Section):
     """A row of the table: an algorithm, its hyperparameters, and what it is called."""
 
     algorithm: str
-    label: Annotated[str, Field(min_length=1)]
+    label: Annotated[str, Field(min_length=1), AfterValidator(_one_line)]
     tracked: Annotated[int, Field(ge=0)] | None = None  # None: as in [run]
     hyperparameters: dict[str, Any] = Field(default_factory=dict)
 
@@ -343,6 +351,12 @@ class MethodSpec(Section):
         """The algorithm."""
         return make_algorithm(self.algorithm, **self.hyperparameters)
 
+    def hyperparameter(self, name: str) -> Any:
+        """A hyperparameter by name: as given, else the algorithm's default; None if neither is known."""
+        if name in self.hyperparameters or self.algorithm not in algorithms():
+            return self.hyperparameters.get(name)
+        return getattr(self.make(), name, None)
+
     def with_(self, **hyperparameters: Any) -> MethodSpec:
         """The same method with some hyperparameters replaced."""
         return self.model_copy(update={"hyperparameters": self.hyperparameters | hyperparameters})
@@ -351,8 +365,8 @@ class MethodSpec(Section):
 class Spec(Section):
     """An experiment: methods that are compared on one task, under the same settings."""
 
-    name: Annotated[str, AfterValidator(_folder_name)] = "experiment"
-    title: str | None = None
+    name: Annotated[str, AfterValidator(folder_name)] = "experiment"
+    title: Annotated[str, AfterValidator(_one_line)] | None = None
     task: TaskSpec = Field(discriminator="data")
     run: RunSpec
     cost: CostSpec = CostSpec()

@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from fadamgc.errors import InputError, nearest
 from fadamgc.experiments.reading import preset, presets, spec_of
-from fadamgc.experiments.spec import STEPS, Spec
+from fadamgc.experiments.spec import STEPS, Spec, folder_name
 from fadamgc.experiments.summary import TITLES, TO_TARGET
 from fadamgc.files import write_atomic
 
@@ -153,9 +153,31 @@ def read_study(folder: Path) -> SavedStudy | None:
         return None
     try:
         facts = json.loads(path.read_bytes())
-        return SavedStudy(**facts | {"cells": [SavedCell(**cell) for cell in facts["cells"]]})
-    except (ValueError, KeyError, TypeError) as error:
+        cells = [SavedCell(**cell) for cell in facts["cells"]]
+        study = SavedStudy(**facts | {"cells": cells})
+        texts = [study.name, study.title, study.scale, *(cell.name for cell in cells)]
+        texts += [text for text in (study.axis, *(t for c in cells for t in (c.group, c.axis))) if text]
+        if not all(isinstance(text, str) for text in texts):
+            raise TypeError("its names must be texts")
+        if not all(isinstance(cell.value, int | float | None) for cell in cells):
+            raise TypeError("the value of a cell must be a number")
+        if not isinstance(study.measures, list) or not all(measure in TITLES for measure in study.measures):
+            raise ValueError(f"measures={study.measures!r}; known are {', '.join(TITLES)}")
+        for cell in cells:
+            folder_name(cell.folder)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise InputError(f"{path}: not what `fadamgc reproduce` wrote there ({error})") from None
+    for cell in cells:
+        check_inside(folder, folder / cell.folder, f"{path}: folder")
+    return study
+
+
+def check_inside(folder: Path, path: Path, name: str) -> None:
+    """Refuse a path that leads out of a folder, by ``..`` or by a symbolic link; the name is the error's."""
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise InputError(
+            f"{name}={str(path)!r} leads out of {str(folder)!r}; give a folder without such links"
+        )
 
 
 def _files() -> dict[str, Any]:

@@ -7,9 +7,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from fadamgc import escape
 from fadamgc.errors import InputError
 from fadamgc.experiments.figures import colour, png, svg
-from fadamgc.experiments.results import DASH, Results, Row, Spread, rows
+from fadamgc.experiments.results import (
+    DASH,
+    DIVERGED,
+    Results,
+    Row,
+    Spread,
+    diverged_note,
+    minutes_format,
+    rows,
+)
 from fadamgc.files import write_atomic
 
 if TYPE_CHECKING:
@@ -53,6 +63,7 @@ def table(entries: Sequence[Entry]) -> pd.DataFrame:
             "target": entry.results.spec.run.target,
             "runs": row.runs,
             "runs_reached": row.reached,
+            "runs_diverged": row.diverged,
             **{
                 f"{measure}_{part}": getattr(getattr(row, measure), part)
                 for measure in TITLES
@@ -76,9 +87,10 @@ class Number(NamedTuple):
     """What a cell of the table shows."""
 
     spread: Spread
-    note: str  # where not all seeds reached the target
+    note: str  # where not all seeds reached the target, or some diverged
     best: bool
     form: str = ".1f"
+    instead: str = ""  # what is shown where there is no number
 
     @property
     def mean(self) -> str:
@@ -91,21 +103,25 @@ class Number(NamedTuple):
         return "" if math.isnan(self.spread.std) else f"{self.spread.std:{self.form}}"
 
 
-def grid(entries: Sequence[Entry], measure: str) -> list[tuple[str, list[Number | None]]]:
+def grid(
+    entries: Sequence[Entry], measure: str, as_alone: bool = False
+) -> list[tuple[str, list[Number | None]]]:
     """The table of one measure: an experiment's name, and a number for each method.
 
     Only a method that reached the target with every seed can be the best; or that finished with every seed,
-    where the measure is the metric itself.
+    where the measure is the metric itself. ``as_alone``: minutes are as precise as in the experiment's own
+    table.
     """
     labels = methods_of(entries)
     lines = []
     for entry in entries:
         found: dict[str, Row] = {row.method.label: row for row in rows(entry.results)}
         seeds, accuracy = len(entry.results.spec.run.seeds), entry.results.accuracy
-        reach = measure in TO_TARGET
-        whole = [
-            getattr(r, measure).mean for r in found.values() if (r.reached if reach else r.runs) == seeds
-        ]
+        reach, target = measure in TO_TARGET, entry.results.spec.run.target
+        minutes = minutes_format(list(found.values())) if as_alone and measure == "minutes" else ".1f"
+        ended = {label: r.reached if reach else r.runs - r.diverged for label, r in found.items()}
+        means = [getattr(r, measure).mean for label, r in found.items() if ended[label] == seeds]
+        whole = [mean for mean in means if not math.isnan(mean)]
         best = (max if accuracy and not reach else min)(whole, default=math.nan)
         line: list[Number | None] = []
         for label in labels:
@@ -114,10 +130,14 @@ def grid(entries: Sequence[Entry], measure: str) -> list[tuple[str, list[Number 
                 line.append(None)
                 continue
             spread = getattr(row, measure)
-            count, of = (row.reached, row.runs) if reach else (row.runs, seeds)
+            count, of = ended[label], row.runs if reach else seeds
             note = "" if count == of else f"{count}/{of}"
-            form = ".1f" if reach else ".1%" if accuracy else ".2e"
-            line.append(Number(spread, note, count == seeds and spread.mean == best, form))
+            if note and row.diverged:
+                note += f", {row.diverged} {DIVERGED}"
+            instead = f"never ({note})" if reach and target is not None else DASH
+            instead = DIVERGED if row.all_diverged and (target is not None or not reach) else instead
+            form = minutes if reach else ".1%" if accuracy else ".2e"
+            line.append(Number(spread, note, count == seeds and spread.mean == best, form, instead))
         lines.append((entry.name, line))
     return lines
 
@@ -127,19 +147,17 @@ def markdown(entries: Sequence[Entry], measures: Sequence[str] = TO_TARGET) -> s
     labels = methods_of(entries)
     parts = []
     for measure in measures:
-        head = (
-            f"| {title_of(entries, measure)} | "
-            + " | ".join(label.replace("|", "\\|") for label in labels)
-            + " |"
-        )
+        titles = [title_of(entries, measure), *labels]
+        head = "| " + " | ".join(map(escape.markdown, titles)) + " |"
         lines = [head, "|:--" + "|--:" * len(labels) + "|"]
         for name, numbers in grid(entries, measure):
-            lines.append(f"| {name} | " + " | ".join(map(_markdown, numbers)) + " |")
+            lines.append(f"| {escape.markdown(name)} | " + " | ".join(map(_markdown, numbers)) + " |")
         parts.append("\n".join(lines))
     did = "reached the target" if set(measures) <= set(TO_TARGET) else "finished"
     said = (
         f"Mean ± sample standard deviation over the seeds that {did}; (k/n): k of n seeds did. "
         "Bold: the best of those that always did."
+        + diverged_note([row for entry in entries for row in rows(entry.results)])
     )
     return "\n\n".join(parts) + f"\n\n{said}\n"
 
@@ -148,24 +166,25 @@ def _markdown(number: Number | None) -> str:
     if number is None:
         return DASH
     if math.isnan(number.spread.mean):
-        return f"never ({number.note})"
+        return number.instead
     text = number.mean + (f" ± {number.std}" if number.std else "")
     text = f"**{text}**" if number.best else text
     return f"{text} ({number.note})" if number.note else text
 
 
-def latex(entries: Sequence[Entry], measures: Sequence[str] = TO_TARGET) -> str:
-    """The tables as one LaTeX tabular (needs booktabs)."""
+def latex(entries: Sequence[Entry], measures: Sequence[str] = TO_TARGET, as_alone: bool = False) -> str:
+    """The tables as one LaTeX tabular (needs booktabs); ``as_alone`` as of ``grid``."""
     labels = methods_of(entries)
     lines = [
         r"\begin{tabular}{ll" + "c" * len(labels) + "}",
         r"\toprule",
-        "Measure & Data & " + " & ".join(map(_escaped, labels)) + r" \\",
+        "Measure & Data & " + " & ".join(map(escape.latex, labels)) + r" \\",
     ]
     for measure in measures:
         lines.append(r"\midrule")
-        for i, (name, numbers) in enumerate(grid(entries, measure)):
-            cells = [title_of(entries, measure) if i == 0 else "", _escaped(name), *map(_latex, numbers)]
+        title = escape.latex(title_of(entries, measure))
+        for i, (name, numbers) in enumerate(grid(entries, measure, as_alone)):
+            cells = [title if i == 0 else "", escape.latex(name), *map(_latex, numbers)]
             lines.append(" & ".join(cells) + r" \\")
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"]) + "\n"
 
@@ -174,17 +193,11 @@ def _latex(number: Number | None) -> str:
     if number is None:
         return "--"
     if math.isnan(number.spread.mean):
-        return f"never ({number.note})"
-    mean = _escaped(number.mean)
+        return "--" if number.instead == DASH else number.instead
+    mean = escape.latex(number.mean)
     mean = rf"\mathbf{{{mean}}}" if number.best else mean
-    std = rf" \pm {_escaped(number.std)}" if number.std else ""
+    std = rf" \pm {escape.latex(number.std)}" if number.std else ""
     return f"${mean}{std}$" + (f" ({number.note})" if number.note else "")
-
-
-def _escaped(text: str) -> str:
-    for sign in "&%$#_{}":
-        text = text.replace(sign, "\\" + sign)
-    return text.replace("~", r"\textasciitilde{}").replace("^", r"\textasciicircum{}")
 
 
 def figure(entries: Sequence[Entry], axis: str, title: str, measures: Sequence[str] = TO_TARGET) -> Figure:
@@ -198,18 +211,20 @@ def figure(entries: Sequence[Entry], axis: str, title: str, measures: Sequence[s
         own = [entry for entry in entries if entry.group == group]
         for panel, measure in zip(panels, measures, strict=True):
             _draw(panel, own, labels, measure)
-            panel.set_xlabel(own[0].axis or axis)
+            panel.set_xlabel(escape.printable(own[0].axis or axis), parse_math=False)
             if group is not None:
-                panel.set_title(group, fontsize=10, parse_math=False)
+                panel.set_title(escape.printable(group), fontsize=10, parse_math=False)
     handles = made.axes[0].get_legend_handles_labels()
-    made.legend(*handles, loc="outside right center", frameon=False)
-    made.suptitle(title, fontsize=12, parse_math=False)
+    for text in made.legend(*handles, loc="outside right center", frameon=False).get_texts():
+        text.set_parse_math(False)
+    made.suptitle(escape.printable(title), fontsize=12, parse_math=False)
     return made
 
 
 def _draw(panel: Axes, entries: Sequence[Entry], labels: Sequence[str], measure: str) -> None:
     values = sorted({entry.value for entry in entries if entry.value is not None})
     lines = grid(entries, measure)
+    above = False  # whether a mean is above 0
     for number, label in enumerate(labels):
         points = []
         for entry, (_, numbers) in zip(entries, lines, strict=True):
@@ -220,11 +235,13 @@ def _draw(panel: Axes, entries: Sequence[Entry], labels: Sequence[str], measure:
         if points:
             x, mean, bars = zip(*sorted(points), strict=True)
             shade = colour(number, len(labels))
-            panel.errorbar(x, mean, yerr=bars, label=label, color=shade, marker="o", capsize=3)
-    panel.set_ylabel(title_of(entries, measure).lower())
+            above = above or max(mean) > 0
+            named = escape.printable(label)
+            panel.errorbar(x, mean, yerr=bars, label=named, color=shade, marker="o", capsize=3)
+    panel.set_ylabel(escape.printable(title_of(entries, measure).lower()), parse_math=False)
     if measure in TO_TARGET or entries[0].results.accuracy:
         panel.set_ylim(bottom=0)
-    else:
+    elif above:
         panel.set_yscale("log")
     if values and values[0] > 0 and values[-1] >= 8 * values[0]:
         panel.set_xscale("log")
@@ -244,8 +261,8 @@ def write_summary(
 ) -> list[Path]:
     """The tables of several experiments (CSV, Markdown, LaTeX), and their figure where there is an axis."""
     files = {
-        "summary.csv": table(entries).to_csv(index=False).encode(),
-        "summary.md": f"# {title}\n\n{markdown(entries, measures)}".encode(),
+        "summary.csv": escape.csv_bytes(table(entries)),
+        "summary.md": f"# {escape.markdown(title)}\n\n{markdown(entries, measures)}".encode(),
         "summary.tex": latex(entries, measures).encode(),
     }
     if axis is not None:

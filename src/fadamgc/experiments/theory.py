@@ -27,8 +27,11 @@ import torch
 
 from fadamgc.algorithms.fa_nt import FANT
 from fadamgc.algorithms.fadamgc import FAdamGC
+from fadamgc.escape import csv_bytes, printable
+from fadamgc.escape import markdown as markdown_text
 from fadamgc.experiments.build import build_task, synthetic
 from fadamgc.experiments.figures import colour, png, svg
+from fadamgc.experiments.results import DIVERGED, Spread, mean_of
 from fadamgc.experiments.spec import LinearRegressionTask, MethodSpec, QuadraticsTask, Spec
 from fadamgc.experiments.summary import Entry
 from fadamgc.files import write_atomic
@@ -58,7 +61,7 @@ class Bound(NamedTuple):
     K: int
     T: int
     norm: str  # what is bounded: the mean over the rounds of "|grad f|^2" or "|grad f|"
-    measured: float
+    measured: float  # NaN if every run diverged
     leading: float  # the term with 1/sqrt(n K T)
     rest: float  # all others
 
@@ -134,7 +137,7 @@ def bounds(entries: Sequence[Entry]) -> list[Bound]:
             found.append(
                 Bound(
                     *(entry.name, entry.group, method.label, n, K, T, norm),
-                    measured=fmean(_mean_norm(run, squared=norm.endswith("2")) for run in runs),
+                    measured=Spread.of([_mean_norm(run, squared=norm.endswith("2")) for run in runs]).mean,
                     leading=fmean(one[1] for one in known),
                     rest=fmean(one[2] for one in known),
                 )
@@ -144,7 +147,7 @@ def bounds(entries: Sequence[Entry]) -> list[Bound]:
 
 def _mean_norm(run: Run, squared: bool) -> float:
     values = [record.test_metric for record in run.history if record.test_metric is not None]
-    return fmean(value if squared else math.sqrt(value) for value in values)
+    return mean_of([value if squared else math.sqrt(value) for value in values])
 
 
 def slope(lines: Sequence[Bound]) -> float:
@@ -158,7 +161,9 @@ def speed_ups(lines: Sequence[Bound]) -> list[tuple[str, str, float]]:
     """Group, method and slope, where there are several n K."""
     found = []
     for group, method in dict.fromkeys((line.group or "", line.method) for line in lines):
-        own = [line for line in lines if (line.group or "", line.method) == (group, method)]
+        own = [
+            line for line in lines if (line.group or "", line.method) == (group, method) and line.measured > 0
+        ]
         if len({line.n * line.K for line in own}) > 1:
             found.append((group, method, slope(own)))
     return found
@@ -166,22 +171,28 @@ def speed_ups(lines: Sequence[Bound]) -> list[tuple[str, str, float]]:
 
 def markdown(lines: Sequence[Bound]) -> str:
     """The tables in Markdown."""
-    bar = "\\|"
     rows = [
         "| Experiment | Method | n | K | T | bounded | measured | leading term | other terms |",
         "|:--|:--|--:|--:|--:|:--|--:|--:|--:|",
         *(
-            f"| {b.experiment} | {b.method} | {b.n} | {b.K} | {b.T} | mean of {b.norm.replace('|', bar)} | "
-            f"{b.measured:.3g} | {b.leading:.3g} | {b.rest:.3g} |"
+            f"| {markdown_text(b.experiment)} | {markdown_text(b.method)} | {b.n} | {b.K} | {b.T} | "
+            f"mean of {markdown_text(b.norm)} | {_measured(b)} | {b.leading:.3g} | {b.rest:.3g} |"
             for b in lines
         ),
     ]
     fits = [
         "| Group | Method | measured ~ (n K)^p, p = |",
         "|:--|:--|--:|",
-        *(f"| {group} | {method} | {p:.2f} |" for group, method, p in speed_ups(lines)),
+        *(
+            f"| {markdown_text(group)} | {markdown_text(method)} | {p:.2f} |"
+            for group, method, p in speed_ups(lines)
+        ),
     ]
     return "\n".join(rows) + "\n\nThe leading terms have p = -0.5.\n\n" + "\n".join(fits) + "\n"
+
+
+def _measured(line: Bound) -> str:
+    return DIVERGED if math.isnan(line.measured) else f"{line.measured:.3g}"
 
 
 def figure(lines: Sequence[Bound]) -> Figure:
@@ -197,10 +208,12 @@ def figure(lines: Sequence[Bound]) -> Figure:
             shade = colour(number, len(methods))
             points = sorted((b.n * b.K, b.measured, b.leading) for b in own if b.method == method)
             x, measured, leading = zip(*points, strict=True)
-            panel.plot(x, measured, "o", color=shade, label=f"{method}, measured")
-            panel.plot(x, leading, "--", color=shade, label=f"{method}, leading term")
+            named = printable(method)
+            panel.plot(x, measured, "o", color=shade, label=f"{named}, measured")
+            panel.plot(x, leading, "--", color=shade, label=f"{named}, leading term")
         panel.set_xscale("log")
-        panel.set_yscale("log")
+        if any(b.measured > 0 or b.leading > 0 for b in own):
+            panel.set_yscale("log")
         panel.set_xlabel("n K")
         panel.set_ylabel(f"mean over the rounds of {norm}", parse_math=False)
         panel.grid(color="0.92")
@@ -219,7 +232,7 @@ def write_bounds(folder: Path, entries: Sequence[Entry]) -> list[Path]:
 
     drawn = figure(lines)
     files = {
-        "bounds.csv": pd.DataFrame(lines).to_csv(index=False).encode(),
+        "bounds.csv": csv_bytes(pd.DataFrame(lines)),
         "bounds.md": f"# The theorems beside what was measured\n\n{markdown(lines)}".encode(),
         "bounds.png": png(drawn),
         "bounds.svg": svg(drawn),

@@ -13,8 +13,10 @@ from typing import TypeAlias
 import pandas as pd
 
 from fadamgc.errors import FadamgcError, InputError
+from fadamgc.escape import csv_bytes
 from fadamgc.experiments.pool import Job
-from fadamgc.experiments.runner import TUNING, carry_out, check
+from fadamgc.experiments.results import mean_of
+from fadamgc.experiments.runner import TUNING, carry_out, check, warn
 from fadamgc.experiments.spec import MethodSpec, Spec, TuneSpec
 from fadamgc.files import write_atomic
 from fadamgc.sim.run import Run
@@ -36,8 +38,8 @@ class Point:
     eta_g: float
     reached: int  # seeds that reached the target
     rounds: float | None  # to the target, mean over those seeds
-    final: float | None  # metric at the end, mean over the seeds that finished
-    diverged: int  # seeds that did not finish
+    final: float | None  # metric at the end, mean over the seeds that did not diverge
+    diverged: int  # seeds whose updates or final metric were not finite
     goal: str  # whether a high metric is good, "max", or a low one, "min"
     tried: int = 0  # for so many rounds
     seeds: int = 1  # with so many seeds
@@ -113,7 +115,7 @@ def tune(
 
     def run(rounds: int, wanted: Wanted, seeds: Sequence[int]) -> list[Point]:
         jobs = tune_jobs(spec, grid, out, rounds, wanted, seeds)
-        todo = [job for job in jobs if not (resume and job.saved())]
+        todo = [job for job in jobs if not (resume and job.is_done(warn))]
         before = sum(map(len, found.values()))
         carry_out(todo, workers, quiet, done=before + len(jobs) - len(todo))
         for job in jobs:
@@ -130,7 +132,7 @@ def tune(
     else:
         points = run(grid.rounds, every, grid.seeds)
     tuned = choose(spec, points)
-    write_atomic(out / "tuning.csv", tuned.to_pandas().to_csv(index=False).encode())
+    write_atomic(out / "tuning.csv", csv_bytes(tuned.to_pandas()))
     write_atomic(out / "tuned.toml", tuned.spec.to_toml().encode())
     return tuned
 
@@ -233,14 +235,14 @@ def _point(key: Key, runs: list[Run | None], target: float | None) -> Point:
     finished = [run for run in runs if run is not None]
     rounds = [run.rounds_to(target) for run in finished] if target is not None else []
     at_target = [r for r in rounds if r is not None]
-    finals = [run.history[-1].test_metric for run in finished]
-    numbers = [f for f in finals if f is not None and math.isfinite(f)]
+    finals = [final for run in finished if (final := run.history[-1].test_metric) is not None]
+    numbers = [final for final in finals if math.isfinite(final)]
     return Point(
         *key[:3],
         reached=len(at_target),
         rounds=fmean(at_target) if at_target else None,
-        final=fmean(numbers) if numbers else None,
-        diverged=len(runs) - len(finished),
+        final=mean_of(numbers) if numbers else None,
+        diverged=len(runs) - len(finished) + len(finals) - len(numbers),
         goal=finished[0].goal if finished else "max",
         tried=key[3],
         seeds=len(runs),

@@ -10,6 +10,7 @@ import typer
 
 from fadamgc.console import DataRoot, say, terminal, use_data
 from fadamgc.errors import InputError
+from fadamgc.escape import printable
 
 if TYPE_CHECKING:
     from fadamgc.experiments.results import Results
@@ -31,7 +32,12 @@ def report(
     ],
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", help="Folder for the common page of several.", show_default="out/report"),
+        typer.Option(
+            "--out",
+            "-o",
+            help="Folder to write to; the given folders are then only read.",
+            show_default="each folder itself; out/report for the common page of several",
+        ),
     ] = None,
     down_mbps: Annotated[
         float | None, typer.Option(help="Link speed to the clients, in Mbps.", show_default="the spec's")
@@ -53,24 +59,30 @@ def report(
     """Make all tables, figures and the page again from saved runs, without running anything.
 
     With options, the same runs are priced for other links and devices. Several folders also get one page
-    and one table together. A folder of a study stands for the experiments in it.
+    and one table together. A folder of a study stands for the experiments in it. With --out, the folders
+    stay as they are, and each of several experiments has a folder of its name there.
 
     Examples:
 
     - `fadamgc report out/compare`
-    - `fadamgc report out/compare --down-mbps 10 --up-mbps 1 --per-round slowest`
+    - `fadamgc report out/compare --down-mbps 10 --up-mbps 1 --per-round slowest --out out/slow`
     - `fadamgc report out/main-cifar10-laptop out/main-cifar100-laptop --out out/both`
     """
     from fadamgc.experiments.report import write_report, write_reports, write_study_report
     from fadamgc.experiments.runner import SPEC, read_spec
     from fadamgc.experiments.study import read_study
 
-    every: list[Path] = []
-    for folder in folders:
+    every: dict[Path, Path] = {}  # the folder of each experiment, and where its report is written
+    places = _places(folders, out)
+    for folder, place in places.items():
+        read_study(folder)  # refuses one that leads elsewhere
         inside = sorted(path.parent for path in folder.glob(f"*/{SPEC}"))
-        every += [folder] if (folder / SPEC).is_file() or not inside else inside
+        if (folder / SPEC).is_file() or not inside:
+            every[folder] = place
+        else:
+            every |= {path: place / path.name for path in inside}
     cost = None
-    for folder in every:
+    for folder, place in every.items():
         spec = read_spec(folder).replace(
             "cost",
             down_mbps=down_mbps,
@@ -80,16 +92,33 @@ def report(
             per_round=per_round,
         )
         cost = spec.cost.model()
-        show(write_report(folder, cost), folder)
+        show(write_report(folder, cost, None if out is None else place), place)
     priced = any(v is not None for v in (down_mbps, up_mbps, seconds_per_step, latency, per_round))
-    for folder in folders:
+    for folder, place in places.items():
         if read_study(folder) is not None:
-            for path in write_study_report(folder, cost if priced else None):
+            for path in write_study_report(folder, cost if priced else None, place):
                 say(str(path))
     if len(folders) > 1 or (len(every) > 1 and read_study(folders[0]) is None):
         common = out or Path("out/report")
-        write_reports(every, common, cost if priced else None)
-        terminal().print(f"{common / 'report.html'}", highlight=False, soft_wrap=True)
+        write_reports(list(every), common, cost if priced else None)
+        where = printable(str(common / "report.html"))
+        terminal().print(where, highlight=False, soft_wrap=True, markup=False)
+
+
+def _places(folders: list[Path], out: Path | None) -> dict[Path, Path]:
+    """Where the reports of folders go: into the folders, or below ``out``, each of several by its name."""
+    if out is None:
+        return {folder: folder for folder in folders}
+    if len(folders) == 1:
+        return {folders[0]: out}
+    places: dict[Path, Path] = {}
+    for folder in folders:
+        name, number = folder.resolve().name, 1
+        while out / name in places.values():
+            number += 1
+            name = f"{folder.resolve().name}-{number}"
+        places[folder] = out / name
+    return places
 
 
 @app.command()
@@ -111,12 +140,13 @@ def predict(
     - `fadamgc predict out/main-sst2-laptop/runs/fadamgc-seed0 "a film that never ends"`
     """
     from rich.table import Table
+    from rich.text import Text
 
     from fadamgc.experiments.predict import predict as classify
 
     table = Table("label", "probability")
     for label, share in list(classify(run, text, second, base).items())[:5]:
-        table.add_row(label, f"{share:.1%}")
+        table.add_row(Text(printable(label)), f"{share:.1%}")
     terminal().print(table)
 
 
@@ -156,7 +186,7 @@ def list_() -> None:
     table = Table(
         title="Algorithms: vectors of the model's size between the server and one client in a round"
     )
-    for title in ("name", "title", "down", "up", "up if tracked", "settings and their defaults"):
+    for title in ("name", "title", "down", "up", "also up if tracked", "settings and their defaults"):
         table.add_column(title, justify="right" if "up" in title or title == "down" else "left")
     for name in algorithms():
         cls = algorithm_class(name)
@@ -165,7 +195,7 @@ def list_() -> None:
         settings = ", ".join(
             f"{f.name}={getattr(algorithm, f.name)!r}" for f in dataclasses.fields(algorithm)
         )
-        vectors = [sent.down // 4, sent.up // 4, (sent.up + sent.up_tracked) // 4]
+        vectors = [sent.down // 4, sent.up // 4, sent.up_tracked // 4]
         table.add_row(name, cls.title, *map(str, vectors), settings)
     console.print(table)
     for name in presets():
@@ -247,8 +277,11 @@ def show(results: Results, folder: Path, seconds: float | None = None) -> None:
 
     console = terminal()
     console.print(rich_table(results))
+    for reasons in results.damaged.values():
+        for reason in reasons:
+            say(f"warning: {reason}; the tables are without this run, `fadamgc run --resume` makes it again")
     if results.missing:
         console.print(f"{results.missing} runs of the spec are not there", highlight=False)
     took = "" if seconds is None else f" ({seconds:.0f} s)"
     where = f"written{took}: {folder / 'report.html'}, and the tables and figures beside it"
-    console.print(where, highlight=False, soft_wrap=True, markup=False)
+    console.print(printable(where), highlight=False, soft_wrap=True, markup=False)

@@ -29,6 +29,7 @@ from torch import nn
 
 from fadamgc.algorithms import algorithm_class, make_algorithm
 from fadamgc.errors import InputError, nearest
+from fadamgc.escape import printable
 from fadamgc.experiments.pool import Job
 from fadamgc.experiments.runner import RUNS, SPEC
 from fadamgc.experiments.spec import CustomTask, MethodSpec, RunSpec, Spec
@@ -166,13 +167,13 @@ def write_history(coordinator: Coordinator, folder: Path) -> None:
     metric = c.task.metric if isinstance(c.task.metric, str) else "metric"
     method = MethodSpec(
         algorithm=c.identity()["algorithm"],
-        label=c.algorithm.title,
+        label=printable(c.algorithm.title),
         hyperparameters=c.identity()["hyperparameters"],
     )
     spec = Spec(
         name=c.experiment,
-        title=f"{c.algorithm.title} on {c.task.name}, {c.n} clients, on Flower",
-        task=CustomTask(data="custom", clients=c.n, measure=metric),
+        title=printable(f"{c.algorithm.title} on {c.task.name}, {c.n} clients, on Flower"),
+        task=CustomTask(data="custom", clients=c.n, measure=printable(metric)),
         run=RunSpec(
             rounds=s.rounds,
             sampled=s.sampled,

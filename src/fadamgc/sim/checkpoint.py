@@ -123,7 +123,7 @@ class Checkpoint:
         saved = self.read(algorithm, identity["algorithm"], identity)
         done = len(saved.history)
         if done > settings.rounds:
-            raise OtherRunError(
+            raise CheckpointError(
                 f"{self.folder} is at round {done}, beyond rounds={settings.rounds}; "
                 "ask for at least as many rounds, or give another folder"
             )

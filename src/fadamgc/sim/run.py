@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 import platform
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -166,7 +167,9 @@ class Run:
         """The first record whose metric reaches the target, or None."""
         for record in self.history:
             value = record.test_metric
-            if value is not None and (value <= target if self.goal == "min" else value >= target):
+            if value is None or not math.isfinite(value):
+                continue
+            if value <= target if self.goal == "min" else value >= target:
                 return record
         return None
 

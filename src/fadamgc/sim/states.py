@@ -14,7 +14,7 @@ from typing import Any, overload
 
 import torch
 
-from fadamgc.errors import CheckpointError
+from fadamgc.errors import CheckpointError, UnwritableError
 from fadamgc.files import private_folder, sync_folder, tensor_bytes, write_atomic
 from fadamgc.machine import memory
 
@@ -126,7 +126,7 @@ class Slots:
                     place, data = place + written, data[written:]
         except OSError as error:
             self._free.append(slot)
-            raise CheckpointError(
+            raise UnwritableError(
                 f"a client's state cannot be written to {self.path}: {error.strerror or error}"
             ) from None
         self.crc[slot] = crc

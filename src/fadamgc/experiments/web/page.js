@@ -36,7 +36,7 @@ function price(experiment, run) {
 
 function priceAsSaved(run) {
   let sum = 0;
-  return run.seconds.map((one) => (sum += one) / 60);
+  return run.seconds.map((one) => (sum += one === null ? NaN : one) / 60);
 }
 
 function minutesOf(experiment, run) {
@@ -83,13 +83,14 @@ function timesToTarget(experiment) {
       const at = firstRound(experiment, run);
       if (at >= 0) times.push(minutesOf(experiment, run)[at]);
     }
-    const all = times.length === experiment.seeds;
+    const finite = times.filter(Number.isFinite);
     return {
-      mean: times.length ? mean(times) : NaN,
-      std: deviation(times),
+      mean: finite.length ? mean(finite) : NaN,
+      std: deviation(finite),
       reached: times.length,
-      runs: method.runs.length,
-      all,
+      runs: method.ended,
+      diverged: method.diverged,
+      all: times.length === experiment.seeds,
     };
   });
 }
@@ -97,17 +98,20 @@ function timesToTarget(experiment) {
 function drawTable(experiment, place) {
   const times = timesToTarget(experiment);
   const places = decimals(times.map((t) => t.mean));
-  const best = Math.min(...times.filter((t) => t.all).map((t) => t.mean));
+  const best = Math.min(...times.filter((t) => t.all && Number.isFinite(t.mean)).map((t) => t.mean));
   times.forEach((time, number) => {
     const cell = place.querySelector(`[data-minutes="${number}"]`);
     if (!cell) return;
+    const more = time.diverged ? `, ${time.diverged} diverged` : "";
     let text;
-    if (!time.reached) {
-      text = time.runs && experiment.target !== null ? `never (0/${time.runs})` : "\u2013";
+    if (!time.runs || experiment.target === null) {
+      text = "\u2013";
+    } else if (!time.reached) {
+      text = time.diverged === time.runs ? "diverged" : `never (0/${time.runs}${more})`;
     } else {
       const std = Number.isNaN(time.std) ? "" : ` \u00b1 ${shown(time.std, places)}`;
-      text = `${shown(time.mean, places)}${std}`;
-      if (time.reached !== time.runs) text += ` (${time.reached}/${time.runs} reached)`;
+      text = Number.isNaN(time.mean) ? "\u2013" : `${shown(time.mean, places)}${std}`;
+      if (time.reached !== time.runs) text += ` (${time.reached}/${time.runs} reached${more})`;
     }
     cell.textContent = text;
     cell.classList.toggle("best", time.all && time.mean === best);
@@ -117,17 +121,17 @@ function drawTable(experiment, place) {
 // The curves
 
 function line(experiment, method, axis) {
-  // Over the rounds that all runs of the method evaluated.
+  // Over the rounds in which all runs of the method have a value.
   const length = Math.min(...method.runs.map((run) => run.metric.length));
   const x = [], middle = [], low = [], high = [], rounds = [];
   const along = axis === "round" ? null
     : method.runs.map((run) => axis === "minutes" ? minutesOf(experiment, run) : run.bytes);
   for (let i = 0; i < length; i++) {
     const values = method.runs.map((run) => run.metric[i]);
-    if (values.some((value) => value === null)) continue;
-    const scaled = experiment.accuracy ? values : values.map((v) => Math.log(Math.max(v, 1e-300)));
+    if (values.some((value) => value === null || (experiment.logarithmic && value <= 0))) continue;
+    const scaled = experiment.logarithmic ? values.map(Math.log) : values;
     const centre = mean(scaled), spread = values.length > 1 ? deviation(scaled) : 0;
-    const back = experiment.accuracy ? (v) => 100 * Math.min(v, 1) : Math.exp;
+    const back = experiment.accuracy ? (v) => 100 * Math.min(v, 1) : experiment.logarithmic ? Math.exp : (v) => v;
     rounds.push(i + 1);
     x.push(along === null ? i + 1 : mean(along.map((one) => one[i])));
     middle.push(back(centre));
@@ -144,6 +148,7 @@ function traces(experiment, axis) {
   experiment.methods.forEach((method, number) => {
     if (!method.runs.length || hidden.has(method.label)) return;
     const { x, middle, low, high, rounds } = line(experiment, method, axis);
+    if (!x.length) return;  // some run has no finite value in any round
     const subject = number === experiment.methods.length - 1;
     result.push({
       x: [...x, ...[...x].reverse()], y: [...high, ...[...low].reverse()],
@@ -169,7 +174,7 @@ function layout(experiment, axis) {
     });
     annotations.push({
       text: `target ${experiment.target_text}`, xref: "paper", x: 1,
-      y: experiment.accuracy ? height : Math.log10(height),
+      y: experiment.logarithmic ? Math.log10(height) : height,
       xanchor: "right", yanchor: "top", showarrow: false,
     });
   }
@@ -181,7 +186,7 @@ function layout(experiment, axis) {
     yaxis: {
       title: { text: experiment.metric_text }, gridcolor: "#eceff3",
       ...(experiment.accuracy ? { ticksuffix: " %", rangemode: "tozero" }
-        : { type: "log", exponentformat: "power" }),
+        : { type: experiment.logarithmic ? "log" : "linear", exponentformat: "power" }),
     },
   };
 }

@@ -1,0 +1,75 @@
+"""Text from elsewhere (labels, titles, a client's reasons), made safe for the place that shows it."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+# Control characters (ESC, line breaks), marks that reverse the direction of text, lone surrogates.
+UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+FORMULA = tuple("=+-@\t\r\n")  # a spreadsheet takes a text that starts so for a formula
+
+_LATEX = str.maketrans(
+    {
+        **{sign: f"\\{sign}" for sign in "&%$#_{}"},
+        "\\": r"\textbackslash{}",
+        "~": r"\textasciitilde{}",
+        "^": r"\textasciicircum{}",
+        "<": r"\textless{}",
+        ">": r"\textgreater{}",
+        "|": r"\textbar{}",
+    }
+)
+_MARKDOWN = str.maketrans({**{sign: f"\\{sign}" for sign in "\\|`*[]"}, "<": "&lt;"})
+
+
+def printable(text: str) -> str:
+    """One line of text that changes nothing in a terminal or a log: control characters as escapes.
+
+    >>> printable("FedAvg\\x1b[2J\\n")
+    'FedAvg\\\\x1b[2J\\\\n'
+    """
+    return UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def latex(text: str) -> str:
+    """Text as LaTeX shows it.
+
+    >>> latex("50 % of a_1")
+    '50 \\\\% of a\\\\_1'
+    """
+    return printable(text).translate(_LATEX)
+
+
+def markdown(text: str) -> str:
+    """Text as Markdown shows it, also in a cell of a table; raw HTML stays text.
+
+    >>> markdown("a|b <i>")
+    'a\\\\|b &lt;i>'
+    """
+    return printable(text).translate(_MARKDOWN)
+
+
+def csv_cell(text: str) -> str:
+    """Text that a spreadsheet does not take for a formula: such a text gets a single quote before it.
+
+    >>> csv_cell("=1+1"), csv_cell("FedAvg")
+    ("'=1+1", 'FedAvg')
+    """
+    return ("'" if text.startswith(FORMULA) else "") + printable(text)
+
+
+def csv_bytes(table: pd.DataFrame) -> bytes:
+    """A table as the bytes of a CSV file; numbers as they are, texts by ``csv_cell``."""
+    texts = {
+        name: [csv_cell(value) if isinstance(value, str) else value for value in column]
+        for name, column in table.items()
+        if any(isinstance(value, str) for value in column)
+    }
+    safe = table.copy()
+    for name, column in texts.items():
+        safe[name] = column
+    return safe.to_csv(index=False).encode()
