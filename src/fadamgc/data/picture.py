@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import textwrap
-import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from fadamgc.errors import InputError
+from fadamgc.files import write_atomic
 
 MOST_BARS = 60  # clients; above, a heatmap
 MOST_IN_LEGEND = 20  # classes; above, a colour bar
@@ -63,12 +63,7 @@ def save_label_picture(
     if ending not in formats:
         raise InputError(f"path={str(path)!r} ends in {path.suffix!r}; accepted are {', '.join(formats)}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        figure.savefig(partial, format=ending, dpi=dpi)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_atomic(path, lambda file: figure.savefig(file, format=ending, dpi=dpi))
     return path
 
 
