@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 from unittest import mock
 
 import numpy as np
@@ -415,8 +416,8 @@ def test_a_picture_that_fails_leaves_the_old_one(tmp_path: Path) -> None:
     path = tmp_path / "labels.png"
     path.write_bytes(b"old")
 
-    def full_disk(self: Figure, target: Path, **options: object) -> None:
-        target.write_bytes(b"half")
+    def full_disk(self: Figure, target: BinaryIO, **options: object) -> None:
+        target.write(b"half")
         raise OSError("disk full")
 
     with mock.patch.object(Figure, "savefig", full_disk), pytest.raises(OSError, match="disk full"):
