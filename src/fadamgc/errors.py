@@ -48,6 +48,17 @@ class NonFiniteError(FadamgcError):
         return type(self), (self.client, self.round, self.step, self.what)
 
 
+def printable(text: object, limit: int = 200) -> str:
+    """A text from elsewhere on one line: without control characters, and not longer than people read.
+
+    >>> printable("no\\x1b[2J data\\n" + 10 * "!", limit=16)
+    'no [2J data !!!!...'
+    """
+    start = str(text)[: limit + 1]
+    clean = "".join(letter if letter.isprintable() else " " for letter in start)
+    return clean if len(start) <= limit else f"{clean[:limit]}..."
+
+
 def whole(name: str, value: object, least: int, most: int | None = None) -> int:
     """A whole number that is neither too small nor too large, or an error that says so.
 
