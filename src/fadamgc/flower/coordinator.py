@@ -344,11 +344,11 @@ class Coordinator:
         elif other is not None:
             why = f"its key {key[:16]} is bound to client {other}"
         if why is not None:
-            error = RefusedError(
-                "key",
-                f"it says that it is client {client}, but {why}; if that is right, run once with "
-                f"unbind-clients = '{client if other is None else other}'",
+            bound_ones = ", ".join(str(i) for i in (client, other) if i in self.keys)
+            remedy = (
+                f"; if that is right, run once with unbind-clients = '{bound_ones}'" if bound_ones else ""
             )
+            error = RefusedError("key", f"it says that it is client {client}, but {why}{remedy}")
             self.refuse(error)
             raise error
 
@@ -490,7 +490,8 @@ class Coordinator:
         replies = self._replies if self.enough else {}
         t = self.t + 1
         sums, server, buffers = self._sum(replies)
-        evaluation, why = {}, None
+        evaluation: dict[str, float] = {}
+        why: str | None
         if not _finite((*server, *buffers.values())):
             why = "what the replies sum up to is not finite"
         else:

@@ -1,10 +1,10 @@
 """Replies on their way to the server: no reply waits for another, and none is pulled beyond its size.
 
 Flower's ``Grid.pull_messages`` waits until all arrays of a reply have been uploaded (for up to two hours),
-and pulls whatever a node has announced. The client behind Flower's ``HttpGrid`` gives one object at a time and
-says at once if an object is not there yet, so ``Objects`` asks that client itself. That interface is private
-to Flower; this file is the only one that uses it. For any other grid, ``Threads`` calls ``pull_messages`` and
-leaves a call that waits to a thread of its own.
+and pulls whatever a node has announced. The client behind Flower's ``HttpGrid`` gives one object at a time,
+and says at once if an object is not there yet, so ``Objects`` asks that client itself. That interface is
+private to Flower; this file is the only one that uses it. For any other grid, ``Threads`` calls
+``pull_messages`` and leaves a call that waits to a thread of its own.
 """
 
 from __future__ import annotations
