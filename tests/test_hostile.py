@@ -447,6 +447,26 @@ def test_what_is_typical():
     assert scale.reference([400.0, 500.0, 600.0]) == 500  # all of them grow
 
 
+def test_honest_clients_of_very_different_sizes_are_not_refused(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 3))
+    task = class_task(sizes=(4, 4, 4, 1600), model=model)
+    named = {"local_epochs": 1, "batch_size": 4, "seed": 5}
+    for sampled in (4, 1):
+        world = World.__new__(World)
+        world.folder, world.algo, world.options = (
+            tmp_path / str(sampled),
+            fadamgc.make_algorithm("scaffold"),
+            {},
+        )
+        world.task, world.settings = task, Settings(rounds=6, sampled=sampled, **named)
+        world.parties = [Party(model, task.loss, pair, i) for i, pair in enumerate(task.pairs)]
+        world.keepers = [Keeper(world.folder / "node", "test", i) for i in range(4)]
+        world.start()
+        assert all(world.round().dropped == () for _ in range(6))
+        run = fadamgc.simulate(world.algo, task, rounds=6, sampled=sampled, executor="loop", **named)
+        assert torch.equal(run.x, world.server.server.x)
+
+
 def test_a_huge_first_gradient_ends_no_federation_well(tmp_path):
     world = World(tmp_path, fadamgc.FAdamGC(init="gradient"))
     poisoned_round(world, times("g", 1e30))
@@ -586,6 +606,23 @@ def test_the_last_checkpoints_are_kept_and_can_be_gone_back_to(tmp_path):
     world.start(restore_round=5)
     assert not torch.equal(world.server.server.x, x[5])  # the round 5 of after going back
     world.round()
+
+
+def test_a_damaged_checkpoint_can_be_gone_back_from(tmp_path):
+    world = World(tmp_path, sampled=3, tracked=3, rounds=9)
+    for _ in range(3):
+        world.round()
+    newest = tmp_path / "server" / "federation.json"
+    text = newest.read_text()
+    newest.unlink()  # the kept one is another name of the same file
+    newest.write_text(text[:100])
+    with pytest.raises(CheckpointError, match="truncated"):
+        world.start()
+    world.start(restore_round=2)
+    assert world.server.t == 2
+    world.round()
+    mean = torch.stack([state.y for state in world.states()]).mean(0)
+    torch.testing.assert_close(world.server.server.y, mean, rtol=1e-10, atol=1e-12)
 
 
 def test_a_server_killed_while_it_keeps_a_checkpoint_resumes(tmp_path, monkeypatch):

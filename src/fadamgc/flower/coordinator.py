@@ -48,6 +48,7 @@ log = logging.getLogger("fadamgc")
 REMEMBERED = 100  # refusals
 LARGEST_LOSS = 1e30
 LAST_ROUNDS = 5  # whose typical norms are remembered
+STEPS = "local steps"  # how many are typical is remembered as norms are
 PROBE = 256  # test samples that are looked at in a round without an evaluation
 NORMS = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
@@ -99,7 +100,8 @@ class Coordinator:
         max_norm: refuse a client whose message has a vector longer than this; None accepts any length.
         max_norm_ratio: refuse a client whose message has a vector, or a change of buffers, that is longer
             than this many times what is typical: the larger of the median of this round and of the largest
-            median of earlier rounds. None accepts any length.
+            median of earlier rounds. A client with more local steps than is typical may go further, in
+            proportion, up to this many times. None accepts any length.
         max_samples: refuse a client that says that it has more samples; None accepts any number.
         max_size_ratio: with weights="size", refuse a client that says that it has more than this many times
             the median number of samples; None accepts any number.
@@ -187,7 +189,9 @@ class Coordinator:
         if not algorithm.init_gradient:
             self.server = algorithm.init_server(self.problem.x0)
         if self.store is not None:
-            found = self.store.take_over()  # before anything is asked: no two starts have the same number
+            found = self.store.take_over(
+                restore_round is None
+            )  # before anything is asked: no two starts have the same number
             if found is not None:
                 self._restore(self.store, *found)
         self.attempt = 1 if self.store is None else self.store.attempt
@@ -365,17 +369,22 @@ class Coordinator:
         if self.max_norm_ratio is None or self._screened:
             return ()
         self._screened = True
+        ratio = self.max_norm_ratio
+        steps = {i: norms[STEPS] for i, norms in self._norms.items()}
+        typical_steps = self._typical(STEPS, steps)
         reasons: dict[int, str] = {}
-        for name in sorted({name for norms in self._norms.values() for name in norms}):
+        for name in sorted({name for norms in self._norms.values() for name in norms} - {STEPS}):
             lengths = {i: norms[name] for i, norms in self._norms.items() if name in norms}
-            reference = self.scales.get(name, Scale()).reference(lengths.values())
-            most = max(self.max_norm_ratio * reference, self._size_of(name)) if reference else math.inf
+            typical = self._typical(name, lengths)
+            if not typical:
+                continue  # there is nothing to compare with
             for i, length in lengths.items():
-                if length > most:
+                further = min(max(steps[i] / typical_steps, 1.0), ratio) if typical_steps else 1.0
+                if length > max(ratio * further * typical, self._size_of(name)):
                     reasons.setdefault(
                         i,
-                        f"{name} has norm {length:.4g}, more than max_norm_ratio={self.max_norm_ratio:g} "
-                        f"times what is typical ({reference:.4g})",
+                        f"{name} has norm {length:.4g}, more than max_norm_ratio={ratio:g} times what is "
+                        f"typical ({typical:.4g})",
                     )
         for i in sorted(reasons):
             error = RefusedError("norm", f"the reply of client {i} is refused: {reasons[i]}")
@@ -383,6 +392,9 @@ class Coordinator:
             self.refuse(error)
             del self._replies[i], self._norms[i]
         return tuple(sorted(reasons))
+
+    def _typical(self, name: str, values: Mapping[int, float]) -> float:
+        return self.scales.get(name, Scale()).reference(values.values())
 
     def _size_of(self, name: str) -> float:
         """The norm of what a vector or buffer is added to, if there is such a thing; 0 if not."""
@@ -457,7 +469,7 @@ class Coordinator:
         for name, length in norms.items():
             if not math.isfinite(length):
                 refuse("not finite", f"the norm of {name} is not finite")
-        return norms
+        return norms | {STEPS: float(reply.steps)}
 
     def _fields(self, tracked: bool) -> dict[str, Tensor]:
         """What a message has to hold."""
@@ -713,9 +725,13 @@ class Coordinator:
         """Take the model of an earlier round, and reset the clients' states, which are of later rounds."""
         if self.store is None:
             raise InputError(f"restore_round={t} is not accepted; there is no folder with checkpoints")
-        generation, keys = self.generation, self.keys
+        generation, keys, refusals = self.generation, self.keys, self.refusals
         self._restore(self.store, *self.store.read(t))
-        self.generation, self.keys = max(generation, self.generation), keys
+        self.generation, self.keys, self.refusals = (
+            max(generation, self.generation),
+            keys or self.keys,
+            refusals,
+        )
         self._reset()
         log.info("back at round %d; the states of all clients are reset", t)
 

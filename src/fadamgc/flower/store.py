@@ -44,10 +44,19 @@ class Store:
         self.folder, self.keep = Path(folder), keep
         self.attempt = 0
 
-    def take_over(self) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
-        """Be the newest start; what the last one has left, if there was one."""
+    def take_over(self, needed: bool = True) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
+        """Be the newest start; the checkpoint of the last one, if there was one.
+
+        Args:
+            needed: refuse a checkpoint that is damaged; otherwise it is as if there was none.
+        """
         with self._alone():
-            found = read_bundle(self.folder, NAME) if has_bundle(self.folder, NAME) else None
+            found = None
+            try:
+                found = read_bundle(self.folder, NAME) if has_bundle(self.folder, NAME) else None
+            except CheckpointError:
+                if needed:
+                    raise
             before = 0 if found is None else int(found[0]["attempt"])
             self.attempt = max(before, self._newest()) + 1
             write_atomic(self.folder / START, json.dumps({"attempt": self.attempt}).encode())
