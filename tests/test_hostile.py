@@ -192,7 +192,8 @@ def test_a_stalled_answer_that_comes_at_last_is_not_used(tmp_path):
         if record.round == 2:
             grid.stalled = set()
             grid.freed.set()
-            time.sleep(0.05)
+            while not strategy._box(grid)._answers.qsize():
+                time.sleep(0.01)
 
     strategy.on_round = free
     strategy.start(grid)
@@ -216,7 +217,8 @@ def test_on_flowers_own_grid_a_stalled_client_needs_no_thread(tmp_path):
         assert record.dropped in ((), (0,))
         assert set(record.sampled) | {0} == set(range(10))
     assert strategy.coordinator.history[0].dropped == (0,)
-    assert set(threading.enumerate()) == before
+    left = {thread.name.split("-")[0] for thread in set(threading.enumerate()) - before}
+    assert left <= {"ThreadPoolExecutor"}  # with which Flower sends
 
 
 # Replies of any size.
@@ -845,7 +847,7 @@ def test_threads_do_not_ask_twice_for_what_is_under_way(tmp_path):
     count = threading.active_count()
     for _ in range(3):
         assert box.collect({stalled: Limit()}) == []
-    assert threading.active_count() == count
+    assert threading.active_count() <= count
     grid.freed.set()
     while box.busy(stalled):
         box.collect({})  # it was given up: what comes now is dropped

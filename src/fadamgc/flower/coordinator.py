@@ -189,9 +189,8 @@ class Coordinator:
         if not algorithm.init_gradient:
             self.server = algorithm.init_server(self.problem.x0)
         if self.store is not None:
-            found = self.store.take_over(
-                restore_round is None
-            )  # before anything is asked: no two starts have the same number
+            # Before anything is asked: no two starts have the same number.
+            found = self.store.take_over(needed=restore_round is None)
             if found is not None:
                 self._restore(self.store, *found)
         self.attempt = 1 if self.store is None else self.store.attempt
