@@ -104,6 +104,7 @@ class Link:
         tree = get_object_tree(reply)
         contents = {name: part.deflate() for name, part in get_all_nested_objects(reply).items()}
         if (message.metadata.message_type, client) in self.stalled:
+            self.late = dict(contents)
             contents |= dict.fromkeys([min(contents)], None)  # this part is still on its way
         self.objects |= contents
         self.answered += 1
@@ -848,7 +849,36 @@ def test_threads_do_not_ask_twice_for_what_is_under_way(tmp_path):
     for _ in range(3):
         assert box.collect({stalled: Limit()}) == []
     assert threading.active_count() <= count
+    box.forget([stalled])
     grid.freed.set()
     while box.busy(stalled):
         box.collect({})  # it was given up: what comes now is dropped
     assert box.collect({stalled: Limit()}) == []
+
+
+def test_replies_that_come_while_others_are_collected_are_not_lost(tmp_path):
+    grid = Stalled(app_of(class_task(sizes=SIZES)), tmp_path, 3)
+    box = Threads(grid)
+    messages = [
+        Message(RecordDict(), dst_node_id=100 + i, message_type="query", ttl=9.0, group_id="1")
+        for i in range(2)
+    ]
+    grid.stalled = {("query", 0)}
+    late, other = grid.push_messages(messages)
+    assert box.collect({late: Limit()}) == []
+    grid.freed.set()
+    while box.busy(late):
+        box.collect({other: Limit()})
+    ((identity, reply),) = box.collect({late: Limit()})
+    assert (identity, reply.content["hello"]["client"]) == (late, 0)
+
+    _, linked_grid, _ = linked(tmp_path / "link")
+    objects, link = inbox(linked_grid), linked_grid._client
+    link.stalled = {("query", 0)}
+    late, other = linked_grid.push_messages(messages)
+    assert objects.collect({late: Limit()}) == []
+    assert len(objects.collect({other: Limit()})) == 1
+    name = next(name for name, content in link.objects.items() if content is None)
+    link.objects[name] = link.late[name]
+    ((identity, reply),) = objects.collect({late: Limit()})
+    assert (identity, reply.content["hello"]["client"]) == (late, 0)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
@@ -64,12 +64,14 @@ class Inbox(Protocol):
         """Return the replies that have arrived to these messages; does not wait for the others.
 
         Args:
-            limits: for the id of each message, how large its reply may be. What belongs to a message that is
-                no longer named is dropped, and is never returned.
+            limits: for the id of each message, how large its reply may be.
 
         Returns:
             The id of each message that was answered, with the reply or the reason why it cannot be read.
         """
+
+    def forget(self, identities: Iterable[str]) -> None:
+        """Drop what there is of the replies to these messages, now and later."""
 
     def busy(self, identity: str) -> bool:
         """Whether a thread still waits for the reply to this message."""
@@ -119,7 +121,6 @@ class Objects:
 
     def collect(self, limits: Mapping[str, Limit]) -> Found:
         """Return the replies of which every object is there."""
-        self._parcels = {i: parcel for i, parcel in self._parcels.items() if i in limits}
         found: Found = []
         for identity, limit in limits.items():
             try:
@@ -132,6 +133,11 @@ class Objects:
                     self._parcels.pop(identity)
                     found.append((identity, message))
         return found
+
+    def forget(self, identities: Iterable[str]) -> None:
+        """Drop what there is of the replies to these messages; nobody asks for them again."""
+        for identity in identities:
+            self._confirm(self._parcels.pop(identity, None))
 
     def busy(self, identity: str) -> bool:
         """No: there are no threads."""
@@ -216,13 +222,20 @@ class Threads:
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
-        self._asking: set[str] = set()
+        self._asking: set[str] = set()  # messages whose reply a thread asks for
+        self._given_up: set[str] = set()  # those of them whose reply is of no use any more
+        self._early: dict[
+            str, list[Message] | Exception
+        ] = {}  # replies that came while others were collected
         self._answers: SimpleQueue[tuple[str, list[Message] | Exception]] = SimpleQueue()
 
     def collect(self, limits: Mapping[str, Limit]) -> Found:
         """Return the replies that are there; a call that waits for one goes on in its thread."""
         found: Found = []
-        todo = deque(identity for identity in limits if identity not in self._asking)
+        for identity in [identity for identity in limits if identity in self._early]:
+            found += self._read(identity, self._early.pop(identity), limits[identity])
+        done = {identity for identity, _ in found}
+        todo = deque(identity for identity in limits if identity not in self._asking | done)
         fresh = set(todo)
         self._asking |= fresh
         if todo:
@@ -237,17 +250,30 @@ class Threads:
                 continue
             self._asking.discard(identity)
             fresh.discard(identity)
-            if identity not in limits:
-                continue  # too late
-            if isinstance(answer, Exception):
-                found.append((identity, answer))
-            for message in [] if isinstance(answer, Exception) else answer[:1]:
-                try:
-                    limits[identity].check(0, _size(message))
-                except TooLargeError as error:
-                    found.append((identity, error))
-                else:
-                    found.append((identity, message))
+            if identity in limits:
+                found += self._read(identity, answer, limits[identity])
+            elif identity not in self._given_up:
+                self._early[identity] = answer
+            self._given_up.discard(identity)
+
+    def _read(self, identity: str, answer: list[Message] | Exception, limit: Limit) -> Found:
+        """The reply in what a grid has given, if there is one."""
+        if isinstance(answer, Exception):
+            return [(identity, answer)]
+        for message in answer:
+            try:
+                limit.check(0, _size(message))
+            except TooLargeError as error:
+                return [(identity, error)]
+            return [(identity, message)]
+        return []
+
+    def forget(self, identities: Iterable[str]) -> None:
+        """Drop the replies to these messages; what a thread still waits for is dropped when it comes."""
+        for identity in identities:
+            self._early.pop(identity, None)
+            if identity in self._asking:
+                self._given_up.add(identity)
 
     def busy(self, identity: str) -> bool:
         """Whether a thread still waits for the reply to this message."""

@@ -217,6 +217,7 @@ class Strategy(FlowerStrategy):
         for identity, (node, end) in list(self._hellos.items()):
             if node not in there or now >= end:
                 del self._hellos[identity]
+                box.forget([identity])
                 self._stuck[identity] = node
         self._stuck = {identity: node for identity, node in self._stuck.items() if box.busy(identity)}
         self._strangers = {node: s for node, s in self._strangers.items() if node in there}
@@ -245,7 +246,7 @@ class Strategy(FlowerStrategy):
             self._turn_away(self.nodes.pop(client), f"client {client} has far more samples than the others")
 
     def _box(self, grid: Grid) -> Inbox:
-        """The inbox of a grid; messages that were given up are not in it any more."""
+        """The inbox of a grid."""
         if self._inbox is None or self._inbox[0] is not grid:
             self._inbox = grid, inbox(grid)
         return self._inbox[1]
@@ -337,6 +338,7 @@ class Strategy(FlowerStrategy):
                     self._bar(nodes[identity], message)
             if limits:
                 time.sleep(self.poll)
+        box.forget(limits)
         self._stuck |= {identity: nodes[identity] for identity in limits}
         return replies
 
