@@ -45,7 +45,7 @@ from flwr.superlink.grid.http_grid import HttpGrid  # noqa: E402
 
 from fadamgc.flower.inbox import Limit, Objects, Threads, TooLargeError, inbox  # noqa: E402
 from fadamgc.flower.records import RAW, Work, read_request, request_content  # noqa: E402
-from fadamgc.flower.server import binds, numbers, read_config  # noqa: E402
+from fadamgc.flower.server import binds, make_coordinator, numbers, read_config  # noqa: E402
 from fadamgc.flower.strategy import BARRED, TooFewClientsError  # noqa: E402
 from test_flower import LOCAL, Here, alone, app_of, make  # noqa: E402, F401
 
@@ -609,6 +609,25 @@ def test_the_last_checkpoints_are_kept_and_can_be_gone_back_to(tmp_path):
     world.start(restore_round=5)
     assert not torch.equal(world.server.server.x, x[5])  # the round 5 of after going back
     world.round()
+
+
+def test_the_config_says_what_is_bounded_and_where_to_go_back_to(tmp_path):
+    task = class_task(sizes=SIZES)
+    config = {"experiment": "test", "local-steps": 3, "rounds": 4, "checkpoints": 2}
+
+    def started(**more):
+        more = {key.replace("_", "-"): value for key, value in more.items()}
+        return make_coordinator(task, read_config(config | more), tmp_path)
+
+    server = started()
+    assert (server.max_norm_ratio, server.max_samples, server.max_size_ratio) == (100, None, 100)
+    for _ in range(3):
+        server.ask([])
+        server.close()
+    assert started(restore_round=2).t == 2
+    assert started().t == 2
+    free = started(max_norm_ratio=0.0, max_size_ratio=0.0, max_samples=50, unbind_clients="all")
+    assert (free.max_norm_ratio, free.max_samples, free.max_size_ratio) == (None, 50, None)
 
 
 def test_a_damaged_checkpoint_can_be_gone_back_from(tmp_path):
