@@ -23,6 +23,7 @@ from fadamgc.sim.settings import Settings
 from problems import class_task
 
 SIZES = (6, 20, 11)
+OPTIONS = ("max_norm", "max_norm_ratio", "max_samples", "max_size_ratio", "min_clients", "checkpoints")
 SETTINGS = {"sampled": 2, "tracked": 1, "local_steps": 3, "batch_size": 4, "seed": 5}
 
 
@@ -37,7 +38,7 @@ class World:
         self.folder = folder
         self.algo = algo or fadamgc.FAdamGC(eta_l=0.05)
         self.task = class_task(sizes=options.pop("sizes", SIZES))
-        self.options = {key: options.pop(key) for key in ("max_norm", "min_clients") if key in options}
+        self.options = {key: options.pop(key) for key in OPTIONS if key in options}
         self.settings = Settings(rounds=options.pop("rounds", 4), dtype=dtype, **SETTINGS | options)
         model = self.task.model.to(dtype)
         self.parties = [
@@ -553,7 +554,7 @@ def test_starts_are_counted_even_where_the_checkpoint_is_older(tmp_path):
 
 @pytest.mark.parametrize(("algo", "size"), [(fadamgc.FedAvg(eta_g=4.0), 3e38), (fadamgc.FedAdam(), 1e30)])
 def test_a_sum_that_is_not_finite_is_not_counted(tmp_path, algo, size, caplog):
-    world = World(tmp_path, algo, dtype=torch.float32, sampled=3, tracked=None)
+    world = World(tmp_path, algo, dtype=torch.float32, sampled=3, tracked=None, max_norm_ratio=None)
     world.round()
     before = world.server.server
     for message in world.messages():

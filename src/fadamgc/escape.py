@@ -26,13 +26,18 @@ _LATEX = str.maketrans(
 _MARKDOWN = str.maketrans({**{sign: f"\\{sign}" for sign in "\\|`*[]"}, "<": "&lt;"})
 
 
-def printable(text: str) -> str:
+def printable(text: object, limit: int | None = None) -> str:
     """One line of text that changes nothing in a terminal or a log: control characters as escapes.
 
     >>> printable("FedAvg\\x1b[2J\\n")
     'FedAvg\\\\x1b[2J\\\\n'
+    >>> printable("no data" + 1000 * "!", limit=10)
+    'no data!!!...'
     """
-    return UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    whole = str(text)
+    start = whole[:limit]
+    clean = UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), start)
+    return clean if len(start) == len(whole) else f"{clean}..."
 
 
 def latex(text: str) -> str:

@@ -8,19 +8,32 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from statistics import median_low
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import functional_call
 
 from fadamgc.algorithm import AnyAlgorithm, example
 from fadamgc.algorithms import algorithm_name
-from fadamgc.errors import CheckpointError, FadamgcError, InputError
+from fadamgc.errors import CheckpointError, FadamgcError, InputError, whole
+from fadamgc.escape import printable
 from fadamgc.files import as_json
-from fadamgc.flower.protocol import NEVER, RefusedError, Reply, Request, Stamp, check_name, said
+from fadamgc.flower.protocol import (
+    MOST_GENERATION,
+    NEVER,
+    RefusedError,
+    Reply,
+    Request,
+    Stamp,
+    check_name,
+    said,
+)
 from fadamgc.flower.store import Store
 from fadamgc.sim.aggregate import Sums
 from fadamgc.sim.cost import CostModel, Work, traffic
@@ -35,6 +48,13 @@ log = logging.getLogger("fadamgc")
 
 REMEMBERED = 100  # refusals
 LARGEST_LOSS = 1e30
+LAST_ROUNDS = 5  # whose typical norms are remembered
+STEPS = "local steps"  # how many are typical is remembered as norms are
+PROBE = 256  # test samples that are looked at in a round without an evaluation
+NORMS = (
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+)
 
 
 class Asked(NamedTuple):
@@ -42,6 +62,29 @@ class Asked(NamedTuple):
 
     request: Request
     tracked: bool
+
+
+class Scale(NamedTuple):
+    """How long a vector of the clients' messages typically is."""
+
+    largest: float = 0.0  # the largest median over the last rounds that there has been
+    recent: tuple[float, ...] = ()  # the median norm of each of the last rounds
+
+    def after(self, norms: Iterable[float]) -> Scale:
+        """With the norms that were accepted in one more round; those that are 0 say nothing."""
+        lengths = [norm for norm in norms if norm > 0]
+        if not lengths:
+            return self
+        recent = (*self.recent, median_low(lengths))[-LAST_ROUNDS:]
+        return Scale(max(self.largest, median_low(recent)), recent)
+
+    def reference(self, norms: Iterable[float]) -> float:
+        """What the norms of a round are compared with; 0 if there is nothing to compare them with.
+
+        The median of two norms is the lower one, so that one client of two cannot move it up.
+        """
+        lengths = [norm for norm in norms if norm > 0]
+        return max(self.largest, median_low(lengths) if len(lengths) > 1 else 0.0)
 
 
 class Coordinator:
@@ -56,7 +99,18 @@ class Coordinator:
         experiment: its name; clients keep their states under it.
         store: folder for the checkpoint; None keeps none, and a server that is killed begins anew.
         max_norm: refuse a client whose message has a vector longer than this; None accepts any length.
+        max_norm_ratio: refuse a client whose message has a vector, or a change of buffers, that is longer
+            than this many times what is typical: the larger of the median of this round and of the largest
+            median of earlier rounds. A client with more local steps than is typical may go further, in
+            proportion, up to this many times. None accepts any length.
+        max_samples: refuse a client that says that it has more samples; None accepts any number.
+        max_size_ratio: with weights="size", refuse a client that says that it has more than this many times
+            the median number of samples; None accepts any number.
         min_clients: a round with fewer answers does not count.
+        checkpoints: how many checkpoints are kept, the newest included.
+        restore_round: go back to the checkpoint of this round, and reset all states; None goes on with the
+            newest checkpoint.
+        unbind: clients that are not bound to the key of their node any more; the next key is theirs.
         reset_states: begin the states of all clients, and the server's but for the model, anew.
         facts: what else must be the same when the experiment goes on, as plain data.
     """
@@ -72,7 +126,13 @@ class Coordinator:
         *,
         cost: CostModel | None = None,
         max_norm: float | None = None,
+        max_norm_ratio: float | None = 100.0,
+        max_samples: int | None = None,
+        max_size_ratio: float | None = 100.0,
         min_clients: int = 1,
+        checkpoints: int = 3,
+        restore_round: int | None = None,
+        unbind: Iterable[int] = (),
         reset_states: bool = False,
         facts: Mapping[str, Any] | None = None,
     ) -> None:
@@ -82,6 +142,11 @@ class Coordinator:
             )
         if max_norm is not None and not max_norm > 0:
             raise InputError(f"max_norm={max_norm!r} is not accepted; it must be a number > 0")
+        for name, ratio in (("max_norm_ratio", max_norm_ratio), ("max_size_ratio", max_size_ratio)):
+            if ratio is not None and not ratio > 1:
+                raise InputError(f"{name}={ratio!r} is not accepted; it must be a number > 1")
+        if max_samples is not None:
+            whole("max_samples", max_samples, 1)
         check_name(experiment)
         if settings.sampled is not None and min_clients > settings.sampled:
             raise InputError(
@@ -94,14 +159,24 @@ class Coordinator:
         settings.check(clients, [1] * clients, algorithm)
         self.algorithm, self.task, self.n, self.settings = algorithm, task, clients, settings
         self.experiment, self.max_norm, self.min_clients = experiment, max_norm, min_clients
+        self.max_norm_ratio, self.max_samples, self.max_size_ratio = (
+            max_norm_ratio,
+            max_samples,
+            max_size_ratio,
+        )
         self.facts = dict(facts or {})
-        self.store = None if store is None else Store(store)
+        self.store = None if store is None else Store(store, whole("checkpoints", checkpoints, 1))
         self.cost = cost or CostModel()
         self.cost.check(clients)
         self.problem = Problem(task, settings.dtype)
-        self.traffic = traffic(algorithm, self.problem.flat.d, self.problem.dtype, self.problem.buffers0)
-        kinds = example(algorithm, torch.zeros(self.problem.flat.d, dtype=self.problem.dtype))
+        self.traffic = traffic(algorithm, self.problem.flat.d, self.problem.x0.dtype, self.problem.buffers0)
+        kinds = example(algorithm, torch.zeros(self.problem.flat.d, dtype=self.problem.x0.dtype))
         self._up = kinds.up
+        self._variances = {
+            f"{name}.running_var" if name else "running_var"
+            for name, module in self.problem.module.named_modules()
+            if isinstance(module, NORMS)
+        }
         self.server: Any = None  # None: it begins with the clients' gradients, which have not been collected
         self.buffers = self.problem.buffers0
         self.t, self.generation = 0, 0
@@ -110,18 +185,27 @@ class Coordinator:
         self.history: list[Record] = []
         self.setup: tuple[Work, ...] = ()
         self.refusals: list[str] = []  # the last of them, for people
+        self.scales: dict[str, Scale] = {}  # of each vector and buffer
+        self.keys: dict[int, str] = {}  # of the node that speaks for a client
         if not algorithm.init_gradient:
             self.server = algorithm.init_server(self.problem.x0)
         if self.store is not None:
-            found = self.store.take_over()  # before anything is asked: no two starts have the same number
+            # Before anything is asked: no two starts have the same number.
+            found = self.store.take_over(needed=restore_round is None)
             if found is not None:
                 self._restore(self.store, *found)
         self.attempt = 1 if self.store is None else self.store.attempt
-        if reset_states:
+        if restore_round is not None:
+            self._go_back(restore_round)
+        elif reset_states:
             self._reset()
+        for client in unbind:
+            self.keys.pop(client, None)
         self._write()
         self._asked: dict[int, Asked] = {}
         self._replies: dict[int, Reply] = {}
+        self._norms: dict[int, dict[str, float]] = {}  # of the replies
+        self._screened = False
         self._began = time.perf_counter()
 
     # Whom to ask.
@@ -163,7 +247,7 @@ class Coordinator:
         if len(self.samples) == self.n:
             self.settings.check(self.n, [self.samples[i] for i in range(self.n)], self.algorithm)
         self._began = time.perf_counter()
-        self._replies = {}
+        self._replies, self._norms, self._screened = {}, {}, False
         if self.needs_setup:
             everyone = tuple(range(self.n))
             who, t = Draw(everyone, everyone), 0
@@ -181,6 +265,15 @@ class Coordinator:
         }
         return list(self._asked.values())
 
+    def wanted(self, client: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """What a client's reply must hold: vectors and buffers, by name, with tensors of their kind."""
+        asked = self._asked.get(client)
+        if asked is None:
+            return {}, {}
+        if not asked.request.stamp.round:
+            return {"g": self.problem.x0}, {}
+        return self._fields(asked.tracked), dict(self.buffers)
+
     # What to accept.
 
     def consider(self, client: int, reply: Reply) -> None:
@@ -194,41 +287,136 @@ class Coordinator:
             RefusedError: it is not what was asked for.
         """
         try:
-            self._check(client, reply)
+            norms = self._check(client, reply)
         except RefusedError as error:
             self.refuse(error)
             raise
-        self._replies[client] = reply
+        self._replies[client], self._norms[client], self._screened = reply, norms, False
 
     def refuse(self, error: Exception) -> None:
         """Remember that something was refused; it goes into the next checkpoint."""
-        self.refusals = [*self.refusals, f"round {self.t + 1}: {str(error)[:500]}"][-REMEMBERED:]
+        self.refusals = [*self.refusals, f"round {self.t + 1}: {printable(error, 500)}"][-REMEMBERED:]
 
     def welcome(self, client: int, samples: int) -> None:
         """Take in who a client is.
 
         Raises:
-            RefusedError: it has another number of samples than its weight was made of.
+            RefusedError: it has another number of samples than its weight was made of, or too many.
         """
-        known = self.samples.get(client)
-        if self.settings.weights == "size" and known not in (None, samples):
-            error = RefusedError(
-                "samples",
-                f"client {client} has {samples} samples, and had {known}: with weights = 'size' that number "
-                "stays, or y is no mean any more. Begin all states anew (reset-states = true)",
-            )
+
+        def refuse(why: str) -> None:
+            error = RefusedError("samples", f"client {client} has {samples} samples, {why}")
             self.refuse(error)
             raise error
-        self.samples[client] = samples
 
-    def _check(self, client: int, reply: Reply) -> None:
+        if self.max_samples is not None and samples > self.max_samples:
+            refuse(f"more than max_samples={self.max_samples}")
+        known = self.samples.get(client)
+        if self.settings.weights == "size" and known not in (None, samples):
+            refuse(
+                f"and had {known}: with weights = 'size' that number stays, or y is no longer the mean. "
+                "Reset all states (reset-states = true)"
+            )
+        self.samples[client] = samples
+        if self.settings.weights == "size" and len(self.samples) == self.n and not self.counted:
+            most = (self.max_size_ratio or math.inf) * median_low(self.samples.values())
+            for other in [i for i, size in self.samples.items() if size > most]:
+                del self.samples[other]
+            if client not in self.samples:
+                refuse(
+                    f"more than {self.max_size_ratio:g} times the median; with weights = 'size' it would "
+                    "decide alone. Set max-size-ratio higher if that number is right"
+                )
+
+    def check_key(self, client: int, key: str) -> None:
+        """Refuse a node that speaks for a client with another key than the first one that did.
+
+        Args:
+            client: number of the client.
+            key: digest of the node's public key; empty if the node has none.
+
+        Raises:
+            RefusedError: the client is bound to another key, the key to another client, or there is no key.
+        """
+        bound = self.keys.get(client)
+        other = next((i for i, its in self.keys.items() if its == key and i != client), None)
+        why = None
+        if not key:
+            why = "clients are bound to the keys of their nodes (bind-clients = 'on'), and it shows no key"
+        elif bound is not None and bound != key:
+            why = f"that client is bound to key {bound[:16]}, not {key[:16]}"
+        elif other is not None:
+            why = f"its key {key[:16]} is bound to client {other}"
+        if why is not None:
+            bound_ones = ", ".join(str(i) for i in (client, other) if i in self.keys)
+            remedy = (
+                f"; if that is right, run once with unbind-clients = '{bound_ones}'" if bound_ones else ""
+            )
+            error = RefusedError("key", f"it says that it is client {client}, but {why}{remedy}")
+            self.refuse(error)
+            raise error
+
+    def bind(self, client: int, key: str) -> None:
+        """Accept a client only from this key from now on."""
+        self.keys[client] = key
+
+    def screen(self) -> tuple[int, ...]:
+        """Refuse the replies of this round that are out of all proportion; to be called when all are there.
+
+        Returns:
+            The clients whose replies were refused.
+        """
+        if self.max_norm_ratio is None or self._screened:
+            return ()
+        self._screened = True
+        ratio = self.max_norm_ratio
+        steps = {i: norms[STEPS] for i, norms in self._norms.items()}
+        typical_steps = self._typical(STEPS, steps)
+        reasons: dict[int, str] = {}
+        for name in sorted({name for norms in self._norms.values() for name in norms} - {STEPS}):
+            lengths = {i: norms[name] for i, norms in self._norms.items() if name in norms}
+            typical = self._typical(name, lengths)
+            if not typical:
+                continue  # there is nothing to compare with
+            for i, length in lengths.items():
+                further = min(max(steps[i] / typical_steps, 1.0), ratio) if typical_steps else 1.0
+                if length > max(ratio * further * typical, self._size_of(name)):
+                    reasons.setdefault(
+                        i,
+                        f"{name} has norm {length:.4g}, more than max_norm_ratio={ratio:g} times what is "
+                        f"typical ({typical:.4g})",
+                    )
+        for i in sorted(reasons):
+            error = RefusedError("norm", f"the reply of client {i} is refused: {reasons[i]}")
+            log.warning("client %d: %s", i, error)
+            self.refuse(error)
+            del self._replies[i], self._norms[i]
+        return tuple(sorted(reasons))
+
+    def _typical(self, name: str, values: Mapping[int, float]) -> float:
+        return self.scales.get(name, Scale()).reference(values.values())
+
+    def _size_of(self, name: str) -> float:
+        """The norm of what a vector or buffer is added to, if there is such a thing; 0 if not."""
+        if name in self.buffers:
+            return self._length(name, self.buffers[name], torch.zeros_like(self.buffers[name]))
+        value = getattr(self.server, name.removeprefix("d"), None) if name.startswith("d") else None
+        return _norm(value) if isinstance(value, Tensor) else 0.0
+
+    def _length(self, name: str, value: Tensor, other: Tensor) -> float:
+        """How far a buffer is from another; of variances, their square roots are compared."""
+        both = value.double(), other.double()
+        first, second = (b.clamp(min=0).sqrt() for b in both) if name in self._variances else both
+        return _norm(first - second)
+
+    def _check(self, client: int, reply: Reply) -> dict[str, float]:
         def refuse(kind: str, why: str) -> None:
             raise RefusedError(kind, f"the reply of client {client} is refused: {why}")
 
         asked = self._asked.get(client)
         if asked is None:
             refuse("not asked", "it was not asked in this round")
-            return
+            return {}
         request = asked.request
         if reply.client != client:
             refuse("another client", f"it says that it is client {reply.client}")
@@ -244,9 +432,12 @@ class Coordinator:
             )
         if client in self._replies:
             refuse("twice", "it has already answered")
-        self._check_numbers(client, reply, asked.tracked, refuse)
+        return self._check_numbers(client, reply, refuse)
 
-    def _check_numbers(self, client: int, reply: Reply, tracked: bool, refuse: Any) -> None:
+    def _check_numbers(
+        self, client: int, reply: Reply, refuse: Callable[[str, str], None]
+    ) -> dict[str, float]:
+        """Check what a reply holds; the norms of its vectors, and of what it changes in the buffers."""
         if not (isinstance(reply.steps, int) and 1 <= reply.steps <= 10**9):
             refuse("steps", f"{reply.steps!r} local steps")
         known = self.samples.get(client)
@@ -254,9 +445,8 @@ class Coordinator:
             refuse("steps", f"{reply.steps} local steps, not {self.settings.steps(known)}")
         if not (isinstance(reply.loss, float) and abs(reply.loss) <= LARGEST_LOSS):
             refuse("not finite", f"its loss is {reply.loss!r}")
-        vectors = self._fields(tracked) if reply.stamp.round else {"g": self.problem.x0}
-        beside = self.buffers if reply.stamp.round else {}
-        for kind, given, wanted in (("update", reply.up, vectors), ("buffers", reply.buffers, beside)):
+        vectors, buffers = self.wanted(client)
+        for kind, given, wanted in (("update", reply.up, vectors), ("buffers", reply.buffers, buffers)):
             if set(given) != set(wanted):
                 refuse("fields", f"its {kind} has {sorted(given)}, not {sorted(wanted)}")
             for name, value in given.items():
@@ -268,10 +458,18 @@ class Coordinator:
                     )
                 if value.is_floating_point() and not bool(torch.isfinite(value).all()):
                     refuse("not finite", f"{name} has numbers that are not finite")
-        for name, value in reply.up.items():
-            length = float(torch.linalg.vector_norm(value.double()))
+        for name in self._variances & set(reply.buffers):
+            if bool((reply.buffers[name] < 0).any()):
+                refuse("variance", f"{name} has variances below 0")
+        norms = {name: _norm(value) for name, value in reply.up.items()}
+        for name, length in norms.items():
             if self.max_norm is not None and length > self.max_norm:
                 refuse("norm", f"{name} has norm {length:.4g}, more than max_norm={self.max_norm:g}")
+        norms |= {name: self._length(name, b, self.buffers[name]) for name, b in reply.buffers.items()}
+        for name, length in norms.items():
+            if not math.isfinite(length):
+                refuse("not finite", f"the norm of {name} is not finite")
+        return norms | {STEPS: float(reply.steps)}
 
     def _fields(self, tracked: bool) -> dict[str, Tensor]:
         """What a message has to hold."""
@@ -291,7 +489,12 @@ class Coordinator:
         return len(self._replies) >= (self.n if self.needs_setup else self.min_clients)
 
     def close(self) -> Record | None:
-        """End the round: with the replies if they are enough, without any if not. A setup has no record."""
+        """End the round: with the replies if they are enough, without any if not. A setup has no record.
+
+        A round whose model is not finite, or has no finite test loss, does not count: the state stays as it
+        was, and the clients drop theirs when they are asked again.
+        """
+        self.screen()
         if self.needs_setup:
             if self.enough:
                 self._close_setup()
@@ -299,24 +502,70 @@ class Coordinator:
         replies = self._replies if self.enough else {}
         t = self.t + 1
         sums, server, buffers = self._sum(replies)
+        evaluation: dict[str, float] = {}
+        why: str | None
         if not _finite((*server, *buffers.values())):
-            why = "what the replies sum up to is not finite; none of them counts"
-            log.warning("round %d: %s", t, why)
+            why = "what the replies sum up to is not finite"
+        else:
+            evaluation, why = self._evaluate(t, server, buffers)
+            if why is not None and self._evaluate(t, self.server, self.buffers)[1] is not None:
+                why = None  # it is not the replies' doing
+        if why is not None:
+            why = f"{why}; none of them counts"
+            log.warning("round %d is refused: %s", t, why)
             self.refuse(RefusedError("not finite", why))
             replies = {}
             sums, server, buffers = self._sum(replies)
+            evaluation, _ = self._evaluate(t, server, buffers)
         counted = self.counted | {i: self._asked[i].request.stamp for i in replies}
-        record = self._record(t, server, buffers, sums, replies)
-        before = self.server, self.buffers, self.t, self.counted, self.history
+        record = self._record(t, evaluation, sums, replies)
+        scales = dict(self.scales)
+        for name in {name for i in replies for name in self._norms[i]}:
+            accepted = [self._norms[i][name] for i in sorted(replies) if name in self._norms[i]]
+            scales[name] = scales.get(name, Scale()).after(accepted)
+        before = self.server, self.buffers, self.t, self.counted, self.history, self.scales
         self.server, self.buffers, self.t, self.counted = server, buffers, t, counted
-        self.history = [*self.history, record]
+        self.history, self.scales = [*self.history, record], scales
         try:
             self._write()
         except BaseException:
-            self.server, self.buffers, self.t, self.counted, self.history = before
+            self.server, self.buffers, self.t, self.counted, self.history, self.scales = before
             raise
-        self._asked, self._replies = {}, {}
+        self._asked, self._replies, self._norms = {}, {}, {}
         return record
+
+    def _evaluate(self, t: int, server: Any, buffers: Buffers) -> tuple[dict[str, float], str | None]:
+        """The evaluation of round t, if it has one, and what is wrong with the model, if anything is."""
+        evaluation: dict[str, float] = {}
+        if t % self.settings.eval_every == 0 or t == self.settings.rounds:
+            try:
+                evaluation = self.problem.evaluate(server.x, buffers, self.settings.seed, t)
+            except InputError as error:  # a metric of the user's that does not take what the model gives
+                if self._probe(server.x, buffers) is None:
+                    raise
+                return {}, str(error)
+            loss = evaluation.get("test_loss", 0.0)
+        else:
+            loss = self._probe(server.x, buffers) or 0.0
+        return evaluation, None if math.isfinite(
+            loss
+        ) else f"with the replies, the loss on the test data is {loss}"
+
+    @torch.no_grad()
+    def _probe(self, x: Tensor, buffers: Buffers) -> float | None:
+        """The loss on the first test samples if it is not finite; None if there is nothing wrong."""
+        if self.problem.test is None:
+            return None
+        inputs, targets = (part[:PROBE].clone() for part in self.problem.test)
+        module = self.problem.module
+        state = {**self.problem.flat.unflatten(x), **buffers, **self.problem.fixed}
+        module.eval()
+        try:
+            with torch.random.fork_rng(devices=[]):
+                loss = float(self.task.loss(functional_call(module, state, (inputs,)), targets))
+        finally:
+            module.train()
+        return None if math.isfinite(loss) else loss
 
     def _sum(self, replies: Mapping[int, Reply]) -> tuple[Sums, Any, Buffers]:
         """The server's state and buffers after these replies."""
@@ -330,7 +579,7 @@ class Coordinator:
                 )
             )
             buffers = {name: reply.buffers[name] for name in self.buffers}
-            sums.add(i, reply.steps, up, buffers, torch.tensor(reply.loss, dtype=self.problem.dtype))
+            sums.add(i, reply.steps, up, buffers, torch.tensor(reply.loss, dtype=self.problem.x0.dtype))
         return sums, sums.aggregate(self.algorithm, self.server, self.n), sums.mean_buffers(self.buffers)
 
     def _close_setup(self) -> None:
@@ -359,11 +608,8 @@ class Coordinator:
         return np.array([self.samples.get(i, 1) for i in range(self.n)])
 
     def _record(
-        self, t: int, server: Any, buffers: Buffers, sums: Sums, replies: Mapping[int, Reply]
+        self, t: int, evaluation: Mapping[str, float], sums: Sums, replies: Mapping[int, Reply]
     ) -> Record:
-        evaluation: dict[str, float] = {}
-        if t % self.settings.eval_every == 0 or t == self.settings.rounds:
-            evaluation = self.problem.evaluate(server.x, buffers, self.settings.seed, t)
         sampled = tuple(self._asked)
         tracked = tuple(i for i, asked in self._asked.items() if asked.tracked)
         steps = [self._steps(replies[i]) if i in replies else 0 for i in sampled]
@@ -444,6 +690,8 @@ class Coordinator:
             "setup": [w._asdict() for w in self.setup],
             "history": [record.to_json() for record in self.history],
             "refusals": self.refusals,
+            "scales": {name: list(scale) for name, scale in self.scales.items()},
+            "keys": {str(i): key for i, key in self.keys.items()},
         }
         self.store.write(content, tensors)
 
@@ -469,6 +717,23 @@ class Coordinator:
         self.setup = tuple(Work(**{k: tuple(v) for k, v in w.items()}) for w in content["setup"])
         self.history = [Record.from_json(record) for record in content["history"]]
         self.refusals = list(content["refusals"])
+        scales = content.get("scales", {})  # not there in the checkpoints of 0.1
+        self.scales = {name: Scale(largest, tuple(recent)) for name, (largest, recent) in scales.items()}
+        self.keys = {int(i): key for i, key in content.get("keys", {}).items()}
+
+    def _go_back(self, t: int) -> None:
+        """Take the model of an earlier round, and reset the clients' states, which are of later rounds."""
+        if self.store is None:
+            raise InputError(f"restore_round={t} is not accepted; there is no folder with checkpoints")
+        generation, keys, refusals = self.generation, self.keys, self.refusals
+        self._restore(self.store, *self.store.read(t))
+        self.generation, self.keys, self.refusals = (
+            max(generation, self.generation),
+            keys or self.keys,
+            refusals,
+        )
+        self._reset()
+        log.info("back at round %d; the states of all clients are reset", t)
 
     def _reset(self) -> None:
         """New states for all clients. The model stays, as if the experiment began with it."""
@@ -477,11 +742,16 @@ class Coordinator:
                 f"{type(self.algorithm).__name__} begins with the clients' gradients at the first model; its "
                 "states cannot begin anew with another"
             )
-        # Larger than any that a client may have seen, also from a server whose checkpoint is gone.
-        self.generation = max(self.generation + 1, int(time.time()))
+        # Larger than any of this server's. The time is for a server whose checkpoint is gone: the number is
+        # then likely to be larger than what clients have seen. Otherwise the clock may be wrong.
+        self.generation = max(self.generation + 1, min(int(time.time()), MOST_GENERATION // 2))
         self.counted, self.samples = {}, {}
         if self.server is not None:
             self.server = self.algorithm.init_server(self.server.x)
+
+
+def _norm(value: Tensor) -> float:
+    return float(torch.linalg.vector_norm(value.double()))
 
 
 def _finite(values: Iterable[Tensor]) -> bool:

@@ -43,6 +43,7 @@ class Stamp(NamedTuple):
 
 
 NEVER = Stamp(0, 0)
+MOST_GENERATION = 10**11  # a generation may be a time in seconds, of a clock that is years ahead
 
 
 class Request(NamedTuple):
@@ -106,8 +107,10 @@ def reconcile(kept: Kept, request: Request) -> Kept:
     if request.generation < kept.generation:
         raise RefusedError(
             "stale",
-            f"client {request.client} has begun its states anew since the server wrote its checkpoint; begin "
-            "all states anew (reset-states = true)",
+            f"client {request.client} has states of generation {kept.generation}, and the server asks with "
+            f"generation {request.generation}, which is older; reset all states (reset-states = true). If "
+            "that does not help, the server has lost its checkpoint, and its clock was ahead when states "
+            "were reset before: use another experiment",
         )
     if request.generation == kept.generation and request.stamp < kept.seen:
         raise RefusedError(

@@ -8,8 +8,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,8 +19,9 @@ from torch import Tensor
 from fadamgc.algorithm import AnyAlgorithm
 from fadamgc.algorithms import algorithm_name, make_algorithm
 from fadamgc.errors import InputError
+from fadamgc.escape import printable
 from fadamgc.files import as_json
-from fadamgc.flower.protocol import NEVER, RefusedError, Reply, Request, Stamp, said
+from fadamgc.flower.protocol import MOST_GENERATION, NEVER, RefusedError, Reply, Request, Stamp, said
 from fadamgc.sim.settings import Settings
 
 RAW = "fadamgc.little-endian"
@@ -30,6 +30,7 @@ DTYPES |= {"bool": torch.bool, "int32": torch.int32, "uint8": torch.uint8, "floa
 
 
 MOST_DIMENSIONS = 8
+MOST_SAID = 500  # letters of a client's reason
 MOST_ROUNDS, MOST_STEPS, MOST_SAMPLES = 10**9, 10**6, 10**9
 
 
@@ -67,10 +68,17 @@ def _array(value: Tensor) -> Array:
     return Array(dtype, tuple(value.shape), RAW, plain.tobytes())
 
 
-def from_record(record: object) -> dict[str, Tensor]:
-    """Tensors by name, from what came; every array must be what it says it is."""
+def from_record(record: object, names: Collection[str] | None = None) -> dict[str, Tensor]:
+    """Tensors by name, from a record that came; every array must be what it says it is.
+
+    Args:
+        record: the record.
+        names: the names that the record must have; None accepts any. Arrays of other names are not read.
+    """
     if not isinstance(record, ArrayRecord):
         raise RefusedError("record", "there is no record of arrays where one was expected")
+    if names is not None and set(record) != set(names):
+        raise RefusedError("fields", f"it has {_short(sorted(record))}, not {_short(sorted(names))}")
     return {name: _tensor(name, array) for name, array in record.items()}
 
 
@@ -168,14 +176,13 @@ def read_request(content: RecordDict) -> Work:
 
 def _check_request(request: Request) -> None:
     """Refuse numbers that no server of ours has: a client would work for ever, or never again."""
-    soon = time.time() + 24 * 3600
     stamp, counted = request.stamp, request.counted
     sound = (
         0 <= stamp.round <= MOST_ROUNDS
         and 1 <= stamp.attempt <= MOST_ROUNDS
         and NEVER <= counted <= stamp
         and counted.attempt >= 0
-        and 0 <= request.generation <= soon
+        and 0 <= request.generation <= MOST_GENERATION
     )
     if not sound:
         raise RefusedError(
@@ -211,8 +218,15 @@ def refusal_content(kind: str, message: str) -> RecordDict:
     return RecordDict({"refusal": ConfigRecord({"kind": kind, "message": message})})
 
 
-def read_reply(content: RecordDict) -> Reply:
+def read_reply(
+    content: RecordDict, up: Collection[str] | None = None, buffers: Collection[str] | None = None
+) -> Reply:
     """The reply in a message.
+
+    Args:
+        content: of the message.
+        up: the names of the vectors that were asked for; None accepts any.
+        buffers: the names of the buffers that were asked for; None accepts any.
 
     Raises:
         RefusedError: it is none, or the client refused.
@@ -220,8 +234,8 @@ def read_reply(content: RecordDict) -> Reply:
     if "refusal" in content:
         refusal = _config(content, "refusal")
         raise RefusedError(
-            str(refusal.get("kind", "refused"))[:40],
-            f"the client refuses: {str(refusal.get('message'))[:2000]}",
+            printable(refusal.get("kind", "refused"), 40),
+            f"the client refuses: {printable(refusal.get('message'), MOST_SAID)}",
         )
     header = _config(content, "reply")
     metrics = content.get("metrics")
@@ -232,8 +246,8 @@ def read_reply(content: RecordDict) -> Reply:
         client=_get(header, "client", int),
         generation=_get(header, "generation", int),
         stamp=Stamp(_get(header, "round", int), _get(header, "attempt", int)),
-        up=from_record(content.get("up")),
-        buffers=from_record(content.get("buffers")),
+        up=from_record(content.get("up"), up),
+        buffers=from_record(content.get("buffers"), buffers),
         loss=_get(metrics, "loss", float),
         steps=_get(metrics, "steps", int),
     )

@@ -8,8 +8,11 @@ The keys of ``[tool.flwr.app.config]``, with dashes:
 - ``experiment``: name under which server and clients keep their states
 - ``folder``: where the server keeps its checkpoint and its history
 - ``min-clients``, ``round-timeout``, ``wait-timeout``, ``below-minimum``: when to go on without somebody
-- ``max-update-norm``: updates beyond it are refused
-- ``reset-states``: begin the states of all clients anew
+- ``max-update-norm``, ``max-norm-ratio``: longer updates are refused; the second is relative to the others'
+- ``max-samples``, ``max-size-ratio``: clients that say that they have more samples are refused
+- ``reset-states``: reset the states of all clients
+- ``checkpoints``, ``restore-round``: how many rounds are kept, and to which of them to go back
+- ``bind-clients``, ``unbind-clients``: whether a client belongs to the node key that first spoke for it
 
 Keys with a dot, such as ``data.alpha``, are the app's own.
 """
@@ -57,8 +60,17 @@ OTHERS = {
     "wait-timeout": 300.0,
     "below-minimum": "fail",
     "max-update-norm": 0.0,
+    "max-norm-ratio": 100.0,
+    "max-samples": 0,
+    "max-size-ratio": 100.0,
     "reset-states": False,
+    "checkpoints": 3,
+    "restore-round": -1,
+    "bind-clients": "auto",
+    "unbind-clients": "",
 }
+
+BIND = "FADAMGC_BIND_CLIENTS"  # in the ServerApp's environment: what bind-clients = "auto" means
 
 ServerSide = tuple[nn.Module, Loss, Pair]
 
@@ -112,10 +124,37 @@ def federate(grid: Grid, task: Task, config: Mapping[str, Any]) -> Coordinator:
         wait_timeout=float(values["wait-timeout"]),
         below_minimum=values["below-minimum"],
         on_round=on_round,
+        bind_clients=binds(values["bind-clients"]),
     )
     strategy.start(grid)
     log.info("%s: done; `fadamgc report %s` draws it", coordinator.experiment, folder)
     return coordinator
+
+
+def binds(choice: str) -> bool:
+    """Whether clients are bound to the keys of their nodes.
+
+    Without node authentication a node has a new key whenever it starts, and nothing in Flower tells whether
+    there is authentication; so "auto" asks the environment, and is "off" without an answer.
+    """
+    answer = os.environ.get(BIND, "off") if choice == "auto" else choice
+    if answer not in ("on", "off"):
+        source = f"${BIND}" if choice == "auto" else "config bind-clients"
+        raise InputError(f"{source}={answer!r} is not accepted; it must be 'on' or 'off'")
+    return answer == "on"
+
+
+def numbers(text: object, clients: int) -> list[int]:
+    """Numbers of clients, such as "0, 3", or "all" of them."""
+    if text == "all":
+        return list(range(clients))
+    words = str(text).replace(",", " ").split()
+    if not all(word.isdecimal() and int(word) < clients for word in words):
+        raise InputError(
+            f"config unbind-clients={text!r} is not accepted; it must be 'all' or numbers of clients from 0 "
+            f"to {clients - 1}, such as '0, 2'"
+        )
+    return [int(word) for word in words]
 
 
 def read_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -148,7 +187,13 @@ def make_coordinator(task: Task, values: Mapping[str, Any], folder: Path) -> Coo
         str(values["experiment"]),
         folder,
         max_norm=float(values["max-update-norm"]) or None,
+        max_norm_ratio=float(values["max-norm-ratio"]) or None,
+        max_samples=int(values["max-samples"]) or None,
+        max_size_ratio=float(values["max-size-ratio"]) or None,
         min_clients=int(values["min-clients"]),
+        checkpoints=int(values["checkpoints"]),
+        restore_round=None if int(values["restore-round"]) < 0 else int(values["restore-round"]),
+        unbind=numbers(values["unbind-clients"], int(values["clients"])),
         reset_states=values["reset-states"],
         facts={key: value for key, value in values.items() if "." in key},
     )

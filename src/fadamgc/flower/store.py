@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +19,7 @@ from fadamgc.files import has_bundle, hold, private_folder, read_bundle, write_a
 
 NAME = "federation"
 START = "start.json"  # which start of the server may write
+KEPT = re.compile(r"round-(\d+)-start-(\d+)\.(federation.*)")  # the files of an older checkpoint
 BUSY = 60.0  # seconds to wait for another process that writes
 
 
@@ -24,19 +29,34 @@ class Store:
     A server may be thought dead and go on all the same, as when a SuperLink dies and its ServerApp does not.
     So the newest start takes over, and no earlier one writes again.
 
+    The checkpoints of the last rounds are kept under other names, as links to the same files.
+
+    Args:
+        folder: where it is.
+        keep: how many checkpoints are kept, the newest included.
+
     Attributes:
         folder: where it is.
         attempt: number of this start, from 1; no two starts have the same.
     """
 
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
+    def __init__(self, folder: str | Path, keep: int = 1) -> None:
+        self.folder, self.keep = Path(folder), keep
         self.attempt = 0
 
-    def take_over(self) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
-        """Be the newest start; what the last one has left, if there was one."""
+    def take_over(self, needed: bool = True) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
+        """Be the newest start; the checkpoint of the last one, if there was one.
+
+        Args:
+            needed: refuse a checkpoint that is damaged; otherwise it is as if there was none.
+        """
         with self._alone():
-            found = read_bundle(self.folder, NAME) if has_bundle(self.folder, NAME) else None
+            found = None
+            try:
+                found = read_bundle(self.folder, NAME) if has_bundle(self.folder, NAME) else None
+            except CheckpointError:
+                if needed:
+                    raise
             before = 0 if found is None else int(found[0]["attempt"])
             self.attempt = max(before, self._newest()) + 1
             write_atomic(self.folder / START, json.dumps({"attempt": self.attempt}).encode(), private=True)
@@ -56,6 +76,49 @@ class Store:
         with self._alone():
             self.check()
             write_bundle(self.folder, NAME, {"attempt": self.attempt, **content}, tensors, private=True)
+            self._keep(int(content["round"]))
+
+    def rounds(self) -> list[int]:
+        """The rounds whose checkpoints are kept."""
+        return sorted({t for _, t in self._kept()})
+
+    def read(self, t: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Read the checkpoint of an earlier round."""
+        kept = self._kept()
+        found = max((key for key in kept if key[1] == t), default=None)
+        if found is None:
+            rounds = ", ".join(map(str, self.rounds())) or "none"
+            raise CheckpointError(
+                f"restore-round={t} is not accepted; {self.folder} has the checkpoints of rounds: {rounds}"
+            )
+        with tempfile.TemporaryDirectory(dir=self.folder, prefix=".round-") as place:
+            for name, path in kept[found].items():
+                _link(path, Path(place) / name)
+            return read_bundle(Path(place), NAME)
+
+    def _kept(self) -> dict[tuple[int, int], dict[str, Path]]:
+        """The files of the complete checkpoints that are kept, by start and round, with their first names."""
+        found: dict[tuple[int, int], dict[str, Path]] = {}
+        for path in self.folder.glob("round-*"):
+            if match := KEPT.fullmatch(path.name):
+                found.setdefault((int(match[2]), int(match[1])), {})[match[3]] = path
+        return {key: files for key, files in found.items() if f"{NAME}.json" in files}
+
+    def _keep(self, t: int) -> None:
+        """Keep the newest checkpoint under a name of its own, and remove those that are too old."""
+        prefix = f"round-{t:06d}-start-{self.attempt:04d}."
+        kept = self._kept()
+        chosen: dict[int, tuple[int, int]] = {t: (self.attempt, t)}
+        for key in sorted(kept, reverse=True):  # the newest first; of two starts, the later has the round
+            if len(chosen) < self.keep:
+                chosen.setdefault(key[1], key)
+        names = {path for key in chosen.values() for path in kept.get(key, {}).values()}
+        for path in self.folder.glob("round-*"):
+            if KEPT.fullmatch(path.name) and (path not in names or path.name.startswith(prefix)):
+                path.unlink(missing_ok=True)
+        if self.keep > 1:
+            for path in sorted(self.folder.glob(f"{NAME}*"), key=lambda path: path.suffix == ".json"):
+                _link(path, self.folder / f"{prefix}{path.name}")  # the JSON file last: then it is complete
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -72,3 +135,11 @@ class Store:
             return 0
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{self.folder / START} cannot be read: {error}") from None
+
+
+def _link(path: Path, other: Path) -> None:
+    """Give a file that is never written to again a second name; a copy where that is not possible."""
+    try:
+        os.link(path, other)
+    except OSError:
+        shutil.copy2(path, other)

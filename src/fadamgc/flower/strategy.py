@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
-from queue import Empty, SimpleQueue
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
@@ -16,15 +14,17 @@ from flwr.serverapp.strategy import Result
 from flwr.serverapp.strategy import Strategy as FlowerStrategy
 
 from fadamgc.errors import FadamgcError, InputError
+from fadamgc.escape import printable
 from fadamgc.flower.coordinator import Coordinator
+from fadamgc.flower.inbox import Inbox, Limit, TooLargeError, inbox
 from fadamgc.flower.protocol import RefusedError
-from fadamgc.flower.records import Work, read_hello, read_reply, request_content, to_record
+from fadamgc.flower.records import MOST_SAID, Work, read_hello, read_reply, request_content, to_record
 from fadamgc.sim.run import Record
 
 log = logging.getLogger("fadamgc")
 
 PAUSES = 20  # polls after which a node is asked again whose hello was no good; then twice as many
-MOST_SAID = 500  # letters of an error
+BARRED = 10  # rounds in which a node is not asked whose answer was too large
 
 
 class TooFewClientsError(FadamgcError):
@@ -40,36 +40,9 @@ class Stranger(NamedTuple):
 
 
 def brief(error: Exception) -> str:
-    """What an error says, not at any length."""
+    """What an error says, on one line and not at any length."""
     text = str(error) if isinstance(error, FadamgcError) else f"{type(error).__name__}: {error}"
-    return text if len(text) <= MOST_SAID else f"{text[:MOST_SAID]}..."
-
-
-def pull(grid: Grid, messages: list[str], until: float) -> Iterator[tuple[str, Message | Exception]]:
-    """The replies to messages that are there, each with the message's id; what cannot be read is an error.
-
-    Flower gives out a reply whose arrays are still under way, and then waits for these. So it is asked in a
-    thread, which is left behind when the time is over.
-    """
-    found: SimpleQueue[tuple[str, Message | Exception] | None] = SimpleQueue()
-
-    def ask() -> None:
-        for identity in messages:
-            if time.monotonic() > until:
-                break
-            try:
-                for message in grid.pull_messages([identity]):
-                    found.put((identity, message))
-            except Exception as error:  # what a stranger sent cannot be made into a message
-                found.put((identity, error))
-        found.put(None)
-
-    if not messages:
-        return
-    threading.Thread(target=ask, daemon=True).start()
-    with suppress(Empty):
-        while (one := found.get(timeout=max(until - time.monotonic(), 0.001))) is not None:
-            yield one
+    return printable(text, MOST_SAID)
 
 
 class Strategy(FlowerStrategy):
@@ -84,6 +57,8 @@ class Strategy(FlowerStrategy):
             "skip" the round, or "fail".
         on_round: called with each round's record.
         poll: seconds between two looks for replies.
+        bind_clients: accept a client only from the node key that spoke for it first. Without it, any node can
+            say that it is any client that no other node speaks for.
     """
 
     def __init__(
@@ -94,6 +69,7 @@ class Strategy(FlowerStrategy):
         below_minimum: Literal["skip", "fail"] = "fail",
         on_round: Callable[[Record], object] | None = None,
         poll: float = 0.5,
+        bind_clients: bool = False,
     ) -> None:
         for name, value in (("round_timeout", round_timeout), ("wait_timeout", wait_timeout), ("poll", poll)):
             if not value > 0:
@@ -103,11 +79,16 @@ class Strategy(FlowerStrategy):
         self.coordinator = coordinator
         self.round_timeout, self.wait_timeout, self.poll = round_timeout, wait_timeout, poll
         self.below_minimum, self.on_round = below_minimum, on_round
+        self.bind_clients = bind_clients
         self.nodes: dict[int, int] = {}  # the node of each client that has said hello
         self.silent: set[int] = set()  # clients that owe an answer; not asked until they give one
         self._hellos: dict[str, tuple[int, float]] = {}  # messages under way: to which node, until when
         self._strangers: dict[int, Stranger] = {}  # nodes whose hello was no good
         self._asked: dict[str, int] = {}  # messages of this round, and the clients they went to
+        self._barred: dict[int, int] = {}  # nodes that are not asked, and the round in which they are again
+        self._stuck: dict[str, int] = {}  # messages given up whose reply a thread still waits for: which node
+        self._keys: dict[int, str] = {}  # digests of the keys of the nodes that are there
+        self._inbox: tuple[Grid, Inbox] | None = None
 
     # What Flower calls.
 
@@ -153,11 +134,11 @@ class Strategy(FlowerStrategy):
                 log.warning("a reply to a message that was not sent in this round is not looked at")
                 continue
             if message.has_error():
-                log.warning("client %d: %s", client, message.error.reason)
+                log.warning("client %d: %s", client, printable(message.error.reason, MOST_SAID))
                 continue
             owing.discard(client)
             try:
-                reply = read_reply(message.content)
+                reply = read_reply(message.content, *c.wanted(client))
             except Exception as error:  # whatever a stranger can send must not end the run
                 log.warning("client %d: %s", client, brief(error))
                 c.refuse(error)
@@ -165,7 +146,8 @@ class Strategy(FlowerStrategy):
             try:
                 c.consider(client, reply)
             except RefusedError as error:
-                log.warning("client %d: %s", client, error)
+                log.warning("client %d: %s", client, brief(error))
+        c.screen()
         for client in sorted(owing):
             log.warning("client %d has not answered; it is not asked again until it does", client)
         self.silent |= owing
@@ -225,20 +207,25 @@ class Strategy(FlowerStrategy):
 
     def look(self, grid: Grid) -> None:
         """Learn who has come, gone, or answered at last. Does not wait."""
-        there = set(grid.get_node_ids())
+        there = self._who_is_there(grid)
         for client, node in list(self.nodes.items()):
             if node not in there:
                 log.info("client %d has gone", client)
                 del self.nodes[client]
                 self.silent.discard(client)
         known = set(self.nodes.values()) - {self.nodes[c] for c in self.silent if c in self.nodes}
-        now = time.monotonic()
-        self._hellos = {
-            i: (node, end) for i, (node, end) in self._hellos.items() if node in there and now < end
-        }
-        waiting = {node for node, _ in self._hellos.values()}
+        now, box = time.monotonic(), self._box(grid)
+        for identity, (node, end) in list(self._hellos.items()):
+            if node not in there or now >= end:
+                del self._hellos[identity]
+                box.forget([identity])
+                self._stuck[identity] = node
+        self._stuck = {identity: node for identity, node in self._stuck.items() if box.busy(identity)}
         self._strangers = {node: s for node, s in self._strangers.items() if node in there}
+        self._barred = {node: t for node, t in self._barred.items() if node in there}
+        waiting = {node for node, _ in self._hellos.values()} | set(self._stuck.values())
         waiting |= {node for node, s in self._strangers.items() if now < s.again}
+        waiting |= {node for node, t in self._barred.items() if self.coordinator.t + 1 < t}
         asks = [
             Message(RecordDict(), dst_node_id=node, message_type="query", ttl=self.wait_timeout)
             for node in sorted(there - known - waiting)
@@ -248,12 +235,32 @@ class Strategy(FlowerStrategy):
             for identity, node in zip(grid.push_messages(asks), nodes, strict=True):
                 if identity:
                     self._hellos[identity] = node, now + self.wait_timeout
-        for identity, message in pull(grid, list(self._hellos), now + self.wait_timeout):
+        for identity, message in box.collect(dict.fromkeys(self._hellos, Limit())):
             node, _ = self._hellos.pop(identity)
             try:
                 self._welcome(node, message)
+            except TooLargeError as error:
+                self._bar(node, error)
             except Exception as error:  # whatever a stranger can send must not end the run
                 self._turn_away(node, brief(error))
+        for client in set(self.nodes) - set(self.coordinator.samples):  # its number of samples is refused now
+            self._turn_away(self.nodes.pop(client), f"client {client} has far more samples than the others")
+
+    def _box(self, grid: Grid) -> Inbox:
+        """The inbox of a grid."""
+        if self._inbox is None or self._inbox[0] is not grid:
+            self._inbox = grid, inbox(grid)
+        return self._inbox[1]
+
+    def _who_is_there(self, grid: Grid) -> set[int]:
+        """The nodes that are there; where clients are bound to keys, their keys are noted."""
+        if not self.bind_clients:
+            return set(grid.get_node_ids())
+        self._keys = {
+            node.node_id: hashlib.sha256(node.public_key).hexdigest() if node.public_key else ""
+            for node in grid.get_nodes()
+        }
+        return set(self._keys)
 
     def _welcome(self, node: int, message: Message | Exception) -> None:
         """Take in what a node says of itself."""
@@ -262,6 +269,8 @@ class Strategy(FlowerStrategy):
         if message.has_error():
             raise RefusedError("error", message.error.reason or "it failed, and did not say why")
         hello = read_hello(message.content, self.coordinator.n)
+        if self.bind_clients:
+            self.coordinator.check_key(hello.client, self._keys.get(node, ""))
         other = self.nodes.get(hello.client)
         if other not in (None, node) and hello.client not in self.silent:
             raise RefusedError(
@@ -270,6 +279,8 @@ class Strategy(FlowerStrategy):
                 "each needs a partition-id of its own",
             )
         self.coordinator.welcome(hello.client, hello.samples)
+        if self.bind_clients:
+            self.coordinator.bind(hello.client, self._keys[node])
         if other != node:
             log.info("client %d is node %d, with %d samples", hello.client, node, hello.samples)
         for client in [client for client, its in self.nodes.items() if its == node]:
@@ -285,6 +296,14 @@ class Strategy(FlowerStrategy):
         if known is None or known.why != why:
             log.warning("node %d: %s", node, why)
         self._strangers[node] = Stranger(why, pause, time.monotonic() + pause)
+
+    def _bar(self, node: int, error: Exception) -> None:
+        """Do not ask a node for some rounds, not even who it is."""
+        until = self.coordinator.t + 1 + BARRED
+        log.warning("node %d: %s; it is not asked before round %d", node, brief(error), until)
+        self._barred[node] = until
+        for client in [client for client, its in self.nodes.items() if its == node]:
+            del self.nodes[client]
 
     def _wait(self, grid: Grid, count: int) -> None:
         """Until so many clients are there, but not for ever."""
@@ -303,18 +322,31 @@ class Strategy(FlowerStrategy):
         for identity, client in zip(grid.push_messages(messages), clients, strict=True):
             if identity:
                 self._asked[identity] = client
-        left, until = set(self._asked), time.monotonic() + self.round_timeout
-        while left and time.monotonic() < until:
-            for identity, message in pull(grid, sorted(left), until):
-                left.discard(identity)
-                if isinstance(message, Exception):
-                    log.warning("client %d: %s", self._asked[identity], brief(message))
-                    self.coordinator.refuse(message)
+        nodes = {identity: self.nodes[client] for identity, client in self._asked.items()}
+        limits = {identity: self._limit(client) for identity, client in sorted(self._asked.items())}
+        until, box = time.monotonic() + self.round_timeout, self._box(grid)
+        while limits and time.monotonic() < until:
+            for identity, message in box.collect(limits):
+                del limits[identity]
+                if isinstance(message, Message) and message.metadata.reply_to_message_id != identity:
+                    message = RefusedError("another client", "its reply is not to the message it was sent")
+                if isinstance(message, Message):
+                    replies.append(message)
                     continue
-                replies.append(message)
-            if left:
+                log.warning("client %d: %s", self._asked[identity], brief(message))
+                self.coordinator.refuse(message)
+                if isinstance(message, TooLargeError):
+                    self._bar(nodes[identity], message)
+            if limits:
                 time.sleep(self.poll)
+        box.forget(limits)
+        self._stuck |= {identity: nodes[identity] for identity in limits}
         return replies
+
+    def _limit(self, client: int) -> Limit:
+        """How large a client's reply may be."""
+        arrays = [value for part in self.coordinator.wanted(client) for value in part.values()]
+        return Limit(len(arrays), sum(value.numel() * value.element_size() for value in arrays))
 
     def _too_few(self, count: int, what: str) -> None:
         """Say that the round is skipped, or fail."""
