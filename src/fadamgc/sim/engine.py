@@ -366,7 +366,7 @@ class Engine:
                     raise NonFiniteError(job.client, t, first_nonfinite_step(job), "update")
                 dropped.append(job.client)
                 continue
-            sums.add(job.client, len(job.batches.size), result.up, result.buffers, result.loss)
+            sums.add(job.client, job.batches.steps, result.up, result.buffers, result.loss)
             staged[job.client] = self.clients.stage(result.state)
         server = sums.aggregate(algo, self.server, problem.n)
         buffers = sums.mean_buffers(self.buffers)
@@ -394,7 +394,7 @@ class Engine:
 
     def _work(self, t: int, who: Draw, jobs: Sequence[Job]) -> tuple[Work, ...]:
         extra = self.algorithm.round_gradient
-        steps = [len(job.batches.size) + (self._pass(job.client) if extra else 0) for job in jobs]
+        steps = [job.batches.steps + (self._pass(job.client) if extra else 0) for job in jobs]
         return (*(self.setup if t == 1 else ()), self.traffic.work(who.sampled, who.tracked, steps))
 
     def identity(self) -> dict[str, Any]:
