@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from fadamgc.errors import InputError
+from fadamgc.errors import InputError, shown
 
 MOST = 1 << 31  # classes
 
@@ -57,5 +57,5 @@ def labels(rows: Rows, column: str, classes: int | None) -> npt.NDArray[np.int64
             known = "labels are whole numbers from 0; number the classes 0, 1, 2, ..."
             if classes is not None:
                 known = f"there are {classes} classes, 0 to {classes - 1}"
-            raise InputError(f"{rows.file}: row {rows.first + i} has {column}={value!r}; {known}")
+            raise InputError(f"{rows.file}: row {rows.first + i} has {column}={shown(value)}; {known}")
     return np.array(values, dtype=np.int64)

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from fadamgc.data.partition import check_integer, check_number, generator
-from fadamgc.errors import InputError
+from fadamgc.errors import InputError, shown
+from fadamgc.machine import check_room
 
 STREAM = 0x73796E74  # "synt" in ASCII
 
@@ -47,6 +48,7 @@ def quadratics(
     check_integer("dim", dim, 1)
     check_number("condition", condition, 1)
     check_number("spread", spread, 0)
+    check_room(f"clients={clients} with dim={dim}", 8 * int(clients) * int(dim) ** 2)
     rng = generator(seed, STREAM)
     a = condition ** rng.random((clients, dim))
     c = spread * rng.standard_normal((clients, dim))
@@ -87,13 +89,17 @@ def linear_regression(
     check_number("heterogeneity", heterogeneity, 0)
     check_number("noise", noise, 0)
     low, high = _range(samples)
+    check_room(f"dim={dim}", 8 * int(dim) ** 2)
+    check_room(f"clients={clients} with samples={samples!r}", 8 * int(clients) * int(low) * int(dim))
     rng = generator(seed, STREAM)
     sizes = rng.integers(low, high, size=clients, endpoint=True)
-    if sizes.sum() < dim:
+    total = sum(sizes.tolist())
+    if total < dim:
         raise InputError(
-            f"samples={samples!r} over clients={clients} are {sizes.sum()} in all; dim={dim} needs at least "
+            f"samples={samples!r} over clients={clients} are {total} in all; dim={dim} needs at least "
             f"{dim}, or the optimum is not unique"
         )
+    check_room(f"clients={clients} with samples={samples!r}", 8 * total * int(dim))
 
     w = rng.standard_normal((dim, 1))
     X, Y = [], []
@@ -106,7 +112,11 @@ def linear_regression(
 
     A = sum(X_i.T @ X_i / len(X_i) for X_i in X)
     b = sum(X_i.T @ Y_i / len(X_i) for X_i, Y_i in zip(X, Y, strict=True))
-    return _synthetic(X, Y, optimum=np.linalg.solve(A, b)[:, 0])
+    try:
+        optimum = np.linalg.solve(A, b)[:, 0]
+    except np.linalg.LinAlgError as error:
+        raise InputError(f"samples={samples!r} with dim={dim} have no unique optimum: {error}") from None
+    return _synthetic(X, Y, optimum)
 
 
 def _synthetic(X: list[np.ndarray], Y: list[np.ndarray], optimum: np.ndarray) -> Synthetic:
@@ -119,5 +129,5 @@ def _range(samples: int | tuple[int, int]) -> tuple[int, int]:
     check_integer("samples", low, 1)
     check_integer("samples", high, 1)
     if low > high:
-        raise InputError(f"samples={samples!r}; accepted are an integer or (low, high) with low <= high")
+        raise InputError(f"samples={shown(samples)}; accepted are an integer or (low, high) with low <= high")
     return low, high

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from fadamgc.data import parquet
 from fadamgc.data.sources import Source, files_of, source
-from fadamgc.errors import InputError
+from fadamgc.errors import InputError, shown
 
 log = logging.getLogger("fadamgc")
 
@@ -105,7 +105,9 @@ def collect(
                 ) from None
             for i, text in enumerate(values):
                 if not isinstance(text, str):
-                    raise InputError(f"{file}: row {some.first + i} has {column}={text!r}, which is no text")
+                    raise InputError(
+                        f"{file}: row {some.first + i} has {column}={shown(text)}, which is no text"
+                    )
                 if not text.strip():
                     raise InputError(f"{file}: row {some.first + i} has an empty text in {column!r}")
                 found.append(text)

@@ -18,7 +18,7 @@ import torch
 
 from fadamgc.algorithm import Algorithm, AnyAlgorithm, stand_in
 from fadamgc.algorithms import algorithm_name
-from fadamgc.errors import InputError, NonFiniteError
+from fadamgc.errors import InputError, NonFiniteError, shown
 from fadamgc.sim.aggregate import Sums, finite, in_order
 from fadamgc.sim.checkpoint import STATES, open_checkpoint, write_checkpoint
 from fadamgc.sim.cost import CostModel, Work, traffic
@@ -144,16 +144,18 @@ def prepare(*arguments: Any, make: Makers | None = None, **named: Any) -> tuple[
     given.apply_defaults()
     a = SimpleNamespace(**given.arguments)
     if not isinstance(a.algorithm, Algorithm):
-        raise InputError(f"algorithm={a.algorithm!r} is not an algorithm; give one such as fadamgc.FAdamGC()")
+        raise InputError(
+            f"algorithm={shown(a.algorithm)} is not an algorithm; give one such as fadamgc.FAdamGC()"
+        )
     if not isinstance(a.task, Task):
         raise InputError(f"task={type(a.task).__name__} is not a task; give a fadamgc.Task")
     if a.cost is not None and not isinstance(a.cost, CostModel):
-        raise InputError(f"cost={a.cost!r} is not a cost model; give a fadamgc.CostModel")
+        raise InputError(f"cost={shown(a.cost)} is not a cost model; give a fadamgc.CostModel")
     hooks = list(a.callbacks) if isinstance(a.callbacks, Iterable) else [a.callbacks]
     if not all(map(callable, hooks)):
-        raise InputError(f"callbacks={a.callbacks!r} are not functions of a RoundEnd")
+        raise InputError(f"callbacks={shown(a.callbacks)} are not functions of a RoundEnd")
     if a.target is not None and a.task.test is None:
-        raise InputError(f"target={a.target!r} without test data; give the task a test set")
+        raise InputError(f"target={shown(a.target)} without test data; give the task a test set")
     if a.resume and a.checkpoint is None:
         raise InputError("resume=True without checkpoint; say which folder to go on from")
     draws = None if a.schedule is None else _draws(a.schedule)
@@ -298,7 +300,9 @@ class Engine:
     def _where(self, states: str) -> str:
         """Where the clients' states are to be."""
         if states not in ("auto", "memory", "files"):
-            raise InputError(f"states={states!r} is not accepted; it must be 'auto', 'memory' or 'files'")
+            raise InputError(
+                f"states={shown(states)} is not accepted; it must be 'auto', 'memory' or 'files'"
+            )
         if states != "auto":
             return states
         plan, algo, x = self.plan(), self.algorithm, stand_in(self.problem.flat.d, self.problem.dtype)
@@ -454,9 +458,9 @@ def _draws(schedule: Sequence[tuple[Sequence[int], Sequence[int]]]) -> tuple[Dra
 def _numbers(name: str, values: Any) -> tuple[float, ...]:
     try:
         return tuple(float(value) for value in values)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise InputError(
-            f"{name}={values!r} is not accepted; it must be 'uniform', 'size' or a number a client"
+            f"{name}={shown(values)} is not accepted; it must be 'uniform', 'size' or one number per client"
         ) from None
 
 

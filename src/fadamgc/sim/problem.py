@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call, vmap
 
-from fadamgc.errors import ClientError, InputError
+from fadamgc.errors import ClientError, InputError, advice
 from fadamgc.flat import Flat
 from fadamgc.seeds import seeded
 from fadamgc.sim.sampling import EVALUATION, GRADIENT, torch_seed
@@ -192,6 +192,7 @@ class Problem:
                 except Exception as error:
                     raise ClientError(
                         f"model or loss failed for client {client}, round {t}, on its whole data: {error}"
+                        f"{advice(error)}"
                     ) from error
                 total = total + g * (len(inputs) / size)
         return total
