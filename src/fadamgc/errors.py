@@ -10,6 +10,7 @@ import difflib
 import reprlib
 from collections.abc import Iterable
 from numbers import Integral, Real
+from typing import Any
 
 LONGEST_NAME = 100  # characters that are compared with known names
 
@@ -78,6 +79,14 @@ def real(value: object) -> float | None:
         return None
 
 
+def listed(values: Any) -> list[Any] | None:
+    """Values as a list; None if they cannot be listed."""
+    try:
+        return list(values)
+    except TypeError:
+        return None
+
+
 class _Shown(reprlib.Repr):
     def __init__(self) -> None:
         super().__init__()
@@ -121,12 +130,13 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
-def advice(error: Exception) -> str:
-    """What to do about some errors of torch's that its messages do not tell; else empty."""
-    if "Expected more than 1 value per channel" in str(error):
-        return (
+def reason(error: Exception) -> str:
+    """What an error of a model, a loss or torch says, cut where it is long, and what to do about some."""
+    message = cut(str(error), 600)
+    if "Expected more than 1 value per channel" in message:
+        message += (
             "; BatchNorm needs at least 2 samples in a batch: give every client at least 2 samples "
             "(min_size=2 of a partition), choose local_steps or a batch_size that leaves no last batch of 1, "
             "or use GroupNorm or LayerNorm"
         )
-    return ""
+    return message

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
-from fadamgc.errors import InputError, advice, nearest, shown
+from fadamgc.errors import InputError, listed, nearest, reason, shown
 from fadamgc.flat import Flat
 
 Pair: TypeAlias = tuple[Tensor, Tensor]
@@ -78,11 +78,12 @@ class Task:
             self.goal = "min" if self.metric == "loss" else "max"
         if not _is_one_of(self.goal, "max", "min"):
             raise InputError(f"goal={shown(self.goal)} is not accepted; it must be 'max' or 'min'")
-        if isinstance(self.clients, (dict, str, Tensor)) or not isinstance(self.clients, Iterable):
+        clients = None if isinstance(self.clients, (dict, str, Tensor)) else listed(self.clients)
+        if clients is None:
             kind = type(self.clients).__name__
-            raise InputError(f"clients of type {kind} are not accepted; give a list with one pair a client")
+            raise InputError(f"clients of type {kind} are not accepted; give a list with one pair per client")
+        self.clients = clients
         Flat.of(self.model)
-        self.clients = list(self.clients)
         self.pairs = [_pair(data, f"client {i}") for i, data in enumerate(self.clients)]
         if not self.pairs:
             raise InputError("clients=[] is empty; give one pair of tensors for each client")
@@ -162,7 +163,7 @@ class Task:
         if outcome.error is not None:
             raise InputError(
                 f"loss failed on output of shape {tuple(output.shape)} and targets of shape "
-                f"{tuple(y[:2].shape)} and type {y.dtype}: {outcome.error}"
+                f"{tuple(y[:2].shape)} and type {y.dtype}: {reason(outcome.error)}"
             )
         if outcome.broadcast or self._pairs_samples_wrongly(output, y):
             same = output[:1].numel() == y[:1].numel()
@@ -175,7 +176,8 @@ class Task:
         if not isinstance(loss, Tensor) or loss.shape != ():
             got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise InputError(
-                f"loss must return a scalar, the mean over the batch; for {len(output)} samples it gave {got}"
+                f"loss must return a scalar, the mean over the batch; for outputs of shape "
+                f"{tuple(output.shape)} it gave {got}"
             )
         if not loss.requires_grad:
             raise InputError("loss does not depend on the model's trainable parameters, or was detached")
@@ -218,11 +220,12 @@ class Task:
         if y0.is_floating_point() or y0.shape[1:] != output.shape[2:] or classes < 2:
             return
         for who, (_, y) in self._everyone():
-            bad = (y < 0) | (y >= classes)
+            labels = y.long()  # not all types of integers can be compared
+            bad = (labels < 0) | (labels >= classes)
             if not bad.any():
                 continue
-            for label in y[bad].unique().tolist():  # type: ignore[no-untyped-call]
-                sample = int((y == label).reshape(len(y), -1).any(dim=1).nonzero()[0])
+            for label in labels[bad].unique().tolist():  # type: ignore[no-untyped-call]
+                sample = int((labels == label).reshape(len(y), -1).any(dim=1).nonzero()[0])
                 try:
                     self.loss(output[:1].detach(), y[sample : sample + 1].to(output.device))
                 except Exception as error:
@@ -252,7 +255,7 @@ def probe(model: nn.Module, loss: Loss, x: Tensor, y: Tensor) -> Probe:
         except Exception as error:
             raise InputError(
                 f"model={type(model).__name__} failed on inputs of shape {tuple(x.shape)} and "
-                f"type {x.dtype}: {error}{advice(error)}"
+                f"type {x.dtype}: {reason(error)}"
             ) from error
         try:
             with warnings.catch_warnings():
@@ -284,7 +287,7 @@ def _pair(data: Pair | Dataset[Any], who: str) -> Pair:
         raise
     except Exception as error:
         raise InputError(
-            f"{who} is not a pair (inputs, targets) of tensors or a Dataset of such pairs: {error}"
+            f"{who} is not a pair (inputs, targets) of tensors or a Dataset of such pairs: {reason(error)}"
         ) from error
     for what, part in (("inputs", x), ("targets", y)):
         problem = _unusable(part)

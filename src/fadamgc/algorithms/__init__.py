@@ -68,7 +68,7 @@ def register(name: str, cls: type[AnyAlgorithm]) -> None:
 def algorithm_class(name: str) -> type[AnyAlgorithm]:
     """The class registered under a name."""
     if not isinstance(name, str) or name not in _REGISTRY:
-        hint = nearest(str(name), _REGISTRY)
+        hint = nearest(name, _REGISTRY) if isinstance(name, str) else ""
         raise InputError(f"algorithm {shown(name)} is not known{hint}; known are {', '.join(_REGISTRY)}")
     return _REGISTRY[name]
 

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from fadamgc.errors import InputError, real, shown
+from fadamgc.machine import check_room
 
 IntArray = npt.NDArray[np.int64]
 
@@ -125,6 +126,8 @@ def iid(labels_or_count: npt.ArrayLike | torch.Tensor | int, clients: int, seed:
     check_integer("clients", clients, 1)
     if isinstance(labels_or_count, (int, np.integer)):
         field, count = "count", int(labels_or_count)
+        check_integer(field, count, 1)
+        check_room(f"count={count}", 8 * count)
     else:
         field, count = "labels", len(_labels(labels_or_count))
     if count < clients:

@@ -114,7 +114,7 @@ class CostModel:
                 value = tuple(v if (number := real(v)) is None else number for v in value)
                 object.__setattr__(self, field.name, value)
             link = field.name.endswith("mbps")
-            if value == ():
+            if isinstance(value, tuple) and not value:
                 raise InputError(
                     f"CostModel.{field.name}=() is empty; give one number, or one for each client"
                 )

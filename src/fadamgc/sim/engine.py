@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
-import reprlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import index
@@ -18,7 +17,7 @@ import torch
 
 from fadamgc.algorithm import Algorithm, AnyAlgorithm, stand_in
 from fadamgc.algorithms import algorithm_name
-from fadamgc.errors import InputError, NonFiniteError, shown
+from fadamgc.errors import InputError, NonFiniteError, listed, shown
 from fadamgc.sim.aggregate import Sums, finite, in_order
 from fadamgc.sim.checkpoint import STATES, open_checkpoint, write_checkpoint
 from fadamgc.sim.cost import CostModel, Work, traffic
@@ -151,7 +150,7 @@ def prepare(*arguments: Any, make: Makers | None = None, **named: Any) -> tuple[
         raise InputError(f"task={type(a.task).__name__} is not a task; give a fadamgc.Task")
     if a.cost is not None and not isinstance(a.cost, CostModel):
         raise InputError(f"cost={shown(a.cost)} is not a cost model; give a fadamgc.CostModel")
-    hooks = list(a.callbacks) if isinstance(a.callbacks, Iterable) else [a.callbacks]
+    hooks = [a.callbacks] if (several := listed(a.callbacks)) is None else several
     if not all(map(callable, hooks)):
         raise InputError(f"callbacks={shown(a.callbacks)} are not functions of a RoundEnd")
     if a.target is not None and a.task.test is None:
@@ -181,6 +180,8 @@ def prepare(*arguments: Any, make: Makers | None = None, **named: Any) -> tuple[
     settings.check(a.task.n, [len(x) for x, _ in a.task.pairs], a.algorithm)
     cost = a.cost or CostModel()
     cost.check(a.task.n)
+    if a.checkpoint is not None and not isinstance(a.checkpoint, (str, Path)):
+        raise InputError(f"checkpoint={shown(a.checkpoint)} is not accepted; it must be the path of a folder")
     store = None if a.checkpoint is None else Path(a.checkpoint)
     engine = Engine(
         a.algorithm,
@@ -443,13 +444,14 @@ class Engine:
 
 def _draws(schedule: Sequence[tuple[Sequence[int], Sequence[int]]]) -> tuple[Draw, ...]:
     draws = []
-    for t, entry in enumerate(schedule, start=1):
+    if (entries := listed(schedule)) is None:
+        raise InputError(f"schedule={shown(schedule)} is not a list of pairs ([sampled ids], [tracked ids])")
+    for t, entry in enumerate(entries, start=1):
         try:
             sampled, tracked = (tuple(sorted(index(i) for i in ids)) for ids in entry)
         except (TypeError, ValueError) as error:
             raise InputError(
-                f"schedule of round {t} is {reprlib.repr(entry)}, "
-                f"not a pair ([sampled ids], [tracked ids]): {error}"
+                f"schedule of round {t} is {shown(entry)}, not a pair ([sampled ids], [tracked ids]): {error}"
             ) from None
         draws.append(Draw(sampled, tracked))
     return tuple(draws)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from fadamgc.errors import FadamgcError, InputError, NonFiniteError, nearest, whole
+from fadamgc.errors import FadamgcError, InputError, NonFiniteError, listed, nearest, reason, shown, whole
 from fadamgc.sim.engine import Engine, Hooks, Makers, prepare, simulate, stops
 from fadamgc.sim.executors import Executor, ExecutorChoice, Plan, VectorizedExecutor, make_executor
 from fadamgc.sim.problem import Problem
@@ -60,9 +60,11 @@ def simulate_many(
         [3, 3, 3, 3]
     """
     whole("workers", workers, 1)
-    if errors not in ("raise", "return"):
-        raise InputError(f"errors={errors!r} is not accepted; it must be 'raise' or 'return'")
-    every = [_arguments(i, own, common) for i, own in enumerate(runs)]
+    if not isinstance(errors, str) or errors not in ("raise", "return"):
+        raise InputError(f"errors={shown(errors)} is not accepted; it must be 'raise' or 'return'")
+    if (each := listed(runs)) is None:
+        raise InputError(f"runs={shown(runs)} is not accepted; give a list of dicts of arguments of simulate")
+    every = [_arguments(i, own, common) for i, own in enumerate(each)]
     count = min(workers, len(every))
     if count <= 1:
         return _in_this_process(every, errors, progress)
@@ -72,11 +74,13 @@ def simulate_many(
 def _arguments(i: int, own: Any, common: Mapping[str, Any]) -> dict[str, Any]:
     known = [name for name in inspect.signature(simulate).parameters if name != "progress"]
     if not isinstance(own, Mapping):
-        raise InputError(f"runs[{i}]={own!r} is not accepted; give a dict of arguments of simulate")
+        raise InputError(f"runs[{i}]={shown(own)} is not accepted; give a dict of arguments of simulate")
     every = {**common, **own}
     for name in every:
         if name not in known:
-            raise InputError(f"runs[{i}]: {name!r} is no argument of simulate{nearest(str(name), known)}")
+            raise InputError(
+                f"runs[{i}]: {shown(name)} is no argument of simulate{nearest(str(name), known)}"
+            )
     for name in ("algorithm", "task"):
         if name not in every:
             raise InputError(f"runs[{i}] has no {name}; give it there, or to all runs as {name}=...")
@@ -89,7 +93,9 @@ def _in_processes(every: list[dict[str, Any]], errors: str, count: int) -> list[
     try:
         parts = [pickle.dumps(every[a:b]) for a, b in pairwise(bounds)]
     except Exception as error:
-        raise InputError(f"workers={count} needs runs that can be pickled; use workers=1: {error}") from error
+        raise InputError(
+            f"workers={count} needs runs that can be pickled; use workers=1: {reason(error)}"
+        ) from error
     with ProcessPoolExecutor(count, get_context("spawn")) as pool:
         futures = [pool.submit(_work, part, errors) for part in parts]
         return [run for future in futures for run in pickle.loads(future.result())]

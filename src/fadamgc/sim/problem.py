@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call, vmap
 
-from fadamgc.errors import ClientError, InputError, advice
+from fadamgc.errors import ClientError, InputError, reason, shown
 from fadamgc.flat import Flat
 from fadamgc.seeds import seeded
 from fadamgc.sim.sampling import EVALUATION, GRADIENT, torch_seed
@@ -49,8 +49,10 @@ class Problem:
             try:
                 self.device = torch.device(device)
                 module = module.to(device=self.device)
-            except (RuntimeError, AssertionError) as error:
-                raise InputError(f"device={device!r} cannot be used here: {error}") from error
+            except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
+                raise InputError(f"device={shown(device)} cannot be used here: {reason(error)}") from error
+            if self.device.type == "meta":
+                raise InputError("device='meta' cannot be used here: tensors have no values there")
         self.module = module.requires_grad_(False)
         self.x0 = self.flat.flatten(self.module)
         self.inputs, self.targets = (
@@ -191,8 +193,8 @@ class Problem:
                     g, _ = self.gradient(x, scratch, inputs, targets)
                 except Exception as error:
                     raise ClientError(
-                        f"model or loss failed for client {client}, round {t}, on its whole data: {error}"
-                        f"{advice(error)}"
+                        f"model or loss failed for client {client}, round {t}, on its whole data: "
+                        f"{reason(error)}"
                     ) from error
                 total = total + g * (len(inputs) / size)
         return total
@@ -225,7 +227,7 @@ class Problem:
             except Exception as error:
                 raise InputError(
                     f"metric={self.task.metric!r} must return a number for outputs of shape "
-                    f"{tuple(output.shape)} and targets of shape {tuple(targets.shape)}: {error}"
+                    f"{tuple(output.shape)} and targets of shape {tuple(targets.shape)}: {reason(error)}"
                 ) from error
         return values
 

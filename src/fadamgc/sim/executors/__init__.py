@@ -48,7 +48,7 @@ def make_executor(
         return choose(problem, plan)
     if not isinstance(choice, str) or choice not in EXECUTORS:
         known = ["auto", *EXECUTORS]
-        hint = nearest(str(choice), known)
+        hint = nearest(choice, known) if isinstance(choice, str) else ""
         raise InputError(f"executor={shown(choice)} is not known{hint}; known are {', '.join(known)}")
     if choice == "threads":
         return ThreadsExecutor(problem, plan, compile=compiled)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from fadamgc.errors import ClientError, advice
+from fadamgc.errors import ClientError, reason
 from fadamgc.seeds import seeded
 from fadamgc.sim.executors.base import Job, Plan, Result
 from fadamgc.sim.problem import Problem
@@ -73,5 +73,5 @@ def failure(job: Job, k: int, size: int, error: Exception) -> ClientError:
     """What to say of a model or loss that failed at step k (from 0) of a client."""
     return ClientError(
         f"model or loss failed for client {job.client} in round {job.round.t}, "
-        f"at local step {k + 1}, on a batch of {size}: {error}{advice(error)}"
+        f"at local step {k + 1}, on a batch of {size}: {reason(error)}"
     )
