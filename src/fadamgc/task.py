@@ -205,7 +205,8 @@ class Task:
 
         outputs, targets, others = some(output), some(y), some(y)
         try:
-            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            with warnings.catch_warnings(), torch.no_grad(), torch.random.fork_rng(devices=[]):
+                warnings.simplefilter("ignore")
                 value, flipped, other = (
                     float(self.loss(outputs, t)) for t in (targets, targets.flip(0), others)
                 )
@@ -217,7 +218,8 @@ class Task:
         """Labels beyond the outputs are refused if the loss refuses them (not if it ignores them)."""
         classes = output.shape[1] if output.ndim > 1 else 1
         y0 = self.pairs[0][1]
-        if y0.is_floating_point() or y0.shape[1:] != output.shape[2:] or classes < 2:
+        numbers = y0.is_floating_point() or y0.is_complex()
+        if numbers or y0.shape[1:] != output.shape[2:] or classes < 2:
             return
         for who, (_, y) in self._everyone():
             labels = y.long()  # not all types of integers can be compared

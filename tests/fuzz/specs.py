@@ -253,9 +253,15 @@ def damage_tables(r: random.Random, text: str) -> str:
             chosen[r.choice(NAMES)] = chosen.get(key, 1)
         case 3:
             chosen[key] = [chosen.get(key, 1)] * r.choice((0, 1, 2, 5))
-    parts = [f"{key} = {toml_value(v)}" for key, v in tables.items() if not isinstance(v, (dict, list))]
-    for header, section in sections:
-        parts += [header, *(f"{k} = {toml_value(v)}" for k, v in section.items() if not isinstance(v, dict))]
+    try:
+        parts = [f"{key} = {toml_value(v)}" for key, v in tables.items() if not isinstance(v, (dict, list))]
+        for header, section in sections:
+            parts += [
+                header,
+                *(f"{k} = {toml_value(v)}" for k, v in section.items() if not isinstance(v, dict)),
+            ]
+    except (ValueError, RecursionError):  # an integer that Python does not write, lists in lists in lists
+        return text
     return "\n".join(parts)
 
 

@@ -48,10 +48,8 @@ def load(root: Path | None = None) -> Har:
             wanted = ", ".join(map(str, ("n", *shape)))
             raise InputError(f"{path}: {name!r} has shape {array.shape}; it must be ({wanted}), n as of 'x'")
         if array.dtype.kind not in KINDS[name]:
-            raise InputError(
-                f"{path}: {name!r} is of {array.dtype}; it must be of numbers"
-                + (", integers" * (name != "x"))
-            )
+            wanted = "numbers" if name == "x" else "integers"
+            raise InputError(f"{path}: {name!r} is of {array.dtype}; it must be of {wanted}")
         if not np.isfinite(array).all():
             raise InputError(f"{path}: {name!r} has numbers that are not finite; download it again")
     y = arrays["y"].astype(np.int64)

@@ -300,7 +300,7 @@ class Engine:
 
     def _where(self, states: str) -> str:
         """Where the clients' states are to be."""
-        if states not in ("auto", "memory", "files"):
+        if not isinstance(states, str) or states not in ("auto", "memory", "files"):
             raise InputError(
                 f"states={shown(states)} is not accepted; it must be 'auto', 'memory' or 'files'"
             )

@@ -90,7 +90,7 @@ class Settings:
                 scaled = self.weight_of(np.empty(0)) or []
             if not all(math.isfinite(w) and w >= LEAST_WEIGHT for w in scaled):
                 raise InputError(
-                    f"weights from {min(self.weights):g} to {max(self.weights):g} cannot be scaled to a mean "
+                    f"weights from {min(self.weights)} to {max(self.weights)} cannot be scaled to a mean "
                     f"of 1: they are too small, or one is below {LEAST_WEIGHT:g} of their mean; "
                     "give numbers nearer to 1"
                 )
@@ -102,7 +102,7 @@ class Settings:
         K = self.steps(max(sizes))
         if K > MOST:
             raise InputError(
-                f"local_epochs={self.local_epochs} is {K} local steps; at most {MOST} can be made"
+                f"local_epochs={self.local_epochs} is {K} local steps of a client; at most {MOST} can be made"
             )
         if algorithm.full_participation:
             self._check_full_participation(n, sizes, type(algorithm).__name__)
