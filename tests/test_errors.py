@@ -54,7 +54,7 @@ BAD_SETTINGS = [
     ({"cost": fadamgc.CostModel(up_mbps=(1, 2))}, "up_mbps has 2 entries for clients=6"),
     ({"schedule": [([0], [0])] * 2}, "schedule is given beside sampled=3"),
     ({"weights": [1e-320] * 6}, "weights from 1e-320 to 1e-320 cannot be scaled to a mean of 1"),
-    ({"weights": [1, 1, 1, 1, 1, 1e-320]}, "weights from 1e-320 to 1 cannot be scaled"),
+    ({"weights": [1, 1, 1, 1, 1, 1e-320]}, "weights from 1e-320 to 1.0 cannot be scaled"),
     ({"weights": [10**400] * 6}, "weights=.1000.* is not accepted"),
     ({"local_steps": 10**400}, "local_steps=1000.*000 is not accepted; .* <= 9007199254740992"),
     ({"local_steps": None, "local_epochs": 2**53}, "is 90071992547409920 local steps of a client; at most"),

@@ -11,10 +11,14 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from . import arguments, data, folders, specs
+from . import arguments, data, folders, planted, specs
 from .harness import GOOD, run, run_case
 
-TARGETS = {t.name: t for t in (specs.TARGET, arguments.TARGET, data.TARGET, data.CACHE, folders.TARGET)}
+TARGETS = {
+    target.name: target
+    for target in (specs.TARGET, arguments.TARGET, data.TARGET, data.CACHE, folders.TARGET, planted.TARGET)
+}
+USUAL = ("specs=500", "arguments=1000", "data=500", "cache=50", "folders=100")
 
 
 def main() -> int:
@@ -38,7 +42,7 @@ def main() -> int:
             os.environ["FUZZ_SHOW"] = "1"
             outcome = run_case(TARGETS[name], options.seed, int(number), shared, folder)
         print(f"{case}: {outcome.kind} ({outcome.seconds:.1f} s)\n{outcome.text}")
-    budget = options.budget if options.budget or options.case else [f"{name}=200" for name in TARGETS]
+    budget = options.budget if options.budget or options.case else USUAL
     failed = False
     for part in budget:
         name, _, cases = part.partition("=")

@@ -118,6 +118,8 @@ def run(
     target: Target, seed: int, numbers: Iterable[int], processes: int = 2, seconds: float | None = None
 ) -> Report:
     """Run cases of a target, in several processes, for some seconds at the most."""
+    import fadamgc  # noqa: F401 - once, and not in every process
+
     report, todo = Report(target.name, seed), iter(numbers)
     until = None if seconds is None else time.monotonic() + seconds
     with tempfile.TemporaryDirectory(prefix="fadamgc-fuzz-") as place:

@@ -106,7 +106,7 @@ def collect(
             for i, text in enumerate(values):
                 if not isinstance(text, str):
                     raise InputError(
-                        f"{file}: row {some.first + i} has {column}={shown(text)}, which is not a text"
+                        f"{file}: row {some.first + i} has {column}={shown(text)}, which is no text"
                     )
                 if not text.strip():
                     raise InputError(f"{file}: row {some.first + i} has an empty text in {column!r}")
