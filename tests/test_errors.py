@@ -64,7 +64,6 @@ BAD_SETTINGS = [
     ({"device": "meta"}, "device='meta' cannot be used here"),
     ({"device": {0}}, "device={.} cannot be used here"),
     ({"executor": {}}, "executor={} is not known"),
-    ({"states": {}}, "states={} is not accepted"),
     ({"checkpoint": {}}, "checkpoint={} is not accepted; it must be the path of a folder"),
     ({"schedule": 3, "sampled": None, "tracked": None}, "schedule=3 is not a list of pairs"),
 ]
@@ -213,11 +212,9 @@ BAD_TASKS = [
         {"test": (QUANTIZED, Y)},
         r"the test data has inputs in a quantized tensor .*dequantize\(\)",
     ),
-    ({"clients": [([torch.ones(3), torch.ones(2)], Y)]}, "client 0 is not a pair"),
     ({"clients": changed(0, x=NESTED)}, "client 0 has inputs in a nested tensor; pad them"),
     ({"clients": changed(0, y=Y.to(torch.uint16))}, "loss failed on output .* torch.uint16"),
     ({"model": nn.Linear(5, 3, device="meta")}, "Linear has parameters on the device 'meta'"),
-    ({"metric": {}}, "metric={} is not known"),
     ({"metric": "y" * 10**6}, "^.{1,400}$"),
     ({"clients": np.array(3)}, "clients of type ndarray"),
     (

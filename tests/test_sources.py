@@ -72,7 +72,6 @@ def test_an_absent_data_set_says_what_to_get_and_where_to_put_it(folders):
         ("x", lambda a: a.astype("U5"), "'x' is of <U5; it must be of numbers"),
         ("x", lambda a: a * np.nan, "'x' has numbers that are not finite"),
         ("y", lambda a: a[0], r"'y' has shape \(\); it must be \(n\), n as of 'x'"),
-        ("y", lambda a: np.full(a.shape, 6), "row 0 has y=6"),
     ],
 )
 def test_signals_of_another_kind_are_refused(folders, name, change, message):
