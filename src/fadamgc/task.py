@@ -74,6 +74,8 @@ class Task:
                 f"metric={shown(self.metric)} is not known{hint}; "
                 "give 'accuracy', 'loss' or a function of (output, target)"
             )
+        name: Any = self.name
+        self.name = name if isinstance(name, str) else shown(name)
         if self.goal is None:
             self.goal = "min" if self.metric == "loss" else "max"
         if not _is_one_of(self.goal, "max", "min"):
@@ -166,7 +168,7 @@ class Task:
                 f"{tuple(y[:2].shape)} and type {y.dtype}: {reason(outcome.error)}"
             )
         if outcome.broadcast or self._pairs_samples_wrongly(output, y):
-            same = output[:1].numel() == y[:1].numel()
+            same = output.shape[1:].numel() == y.shape[1:].numel()
             remedy = f": y.reshape{(-1, *output.shape[1:])}, or squeeze the model's output" if same else ""
             raise InputError(
                 f"loss would broadcast: outputs have shape {tuple(output.shape[1:])} per sample, targets "

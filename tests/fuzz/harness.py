@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 MEMORY = 6 << 30  # bytes that a process may have
-GOOD = ("accepted", "refused", "no memory")
+GOOD = ("accepted", "refused", "no memory", "run", "reported")
 
 
 class Target(NamedTuple):
@@ -145,6 +145,8 @@ def run(
             for worker in busy:
                 outcome = worker.look(target.limit)
                 if outcome is not None:
+                    if outcome.kind not in GOOD and outcome.kind not in report.failures:
+                        print(f"{target.name}:{outcome.number}: {outcome.kind}", file=sys.stderr, flush=True)
                     report.add(outcome)
                     if not worker.alive:
                         crew.remove(worker)

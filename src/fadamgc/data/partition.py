@@ -219,7 +219,7 @@ def _draw(rng: np.random.Generator, class_sizes: IntArray, clients: int, alpha: 
 
 def _shares(rng: np.random.Generator, clients: int, alpha: float) -> npt.NDArray[np.float64]:
     """One draw from Dirichlet(alpha, ..., alpha), or its limit where floating point gives out."""
-    shares = rng.dirichlet(np.full(clients, alpha))
+    shares = rng.dirichlet(np.full(clients, float(alpha)))
     if abs(shares.sum() - 1) < 1e-6:  # false for NaN
         return shares
     if alpha >= 1:

@@ -50,8 +50,8 @@ def quadratics(
     check_number("spread", spread, 0)
     check_room(f"clients={clients} with dim={dim}", 8 * int(clients) * int(dim) ** 2)
     rng = generator(seed, STREAM)
-    a = condition ** rng.random((clients, dim))
-    c = spread * rng.standard_normal((clients, dim))
+    a = float(condition) ** rng.random((clients, dim))
+    c = float(spread) * rng.standard_normal((clients, dim))
 
     root = np.sqrt(dim * a)
     X = [np.diag(row) for row in root]
@@ -104,11 +104,11 @@ def linear_regression(
     w = rng.standard_normal((dim, 1))
     X, Y = [], []
     for size in sizes:
-        w_i = w + heterogeneity * rng.standard_normal((dim, 1))
+        w_i = w + float(heterogeneity) * rng.standard_normal((dim, 1))
         scale = 4.0 ** rng.uniform(-0.5, 0.5, dim)
         X_i = scale * rng.standard_normal((size, dim))
         X.append(X_i)
-        Y.append(X_i @ w_i + noise * rng.standard_normal((size, 1)))
+        Y.append(X_i @ w_i + float(noise) * rng.standard_normal((size, 1)))
 
     A = sum(X_i.T @ X_i / len(X_i) for X_i in X)
     b = sum(X_i.T @ Y_i / len(X_i) for X_i, Y_i in zip(X, Y, strict=True))

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import index
 from pathlib import Path
-from types import SimpleNamespace
+from types import NoneType, SimpleNamespace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -155,6 +155,8 @@ def prepare(*arguments: Any, make: Makers | None = None, **named: Any) -> tuple[
         raise InputError(f"callbacks={shown(a.callbacks)} are not functions of a RoundEnd")
     if a.target is not None and a.task.test is None:
         raise InputError(f"target={shown(a.target)} without test data; give the task a test set")
+    if not isinstance(a.resume, (bool, int, np.bool_, NoneType)):
+        raise InputError(f"resume={shown(a.resume)} is not accepted; it must be True or False")
     if a.resume and a.checkpoint is None:
         raise InputError("resume=True without checkpoint; say which folder to go on from")
     draws = None if a.schedule is None else _draws(a.schedule)
@@ -191,7 +193,7 @@ def prepare(*arguments: Any, make: Makers | None = None, **named: Any) -> tuple[
         a.device,
         a.executor,
         store,
-        a.resume,
+        bool(a.resume),
         a.states,
         make or Makers(),
     )

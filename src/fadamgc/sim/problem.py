@@ -49,7 +49,7 @@ class Problem:
             try:
                 self.device = torch.device(device)
                 module = module.to(device=self.device)
-            except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
+            except (RuntimeError, AssertionError, TypeError, ValueError, OverflowError) as error:
                 raise InputError(f"device={shown(device)} cannot be used here: {reason(error)}") from error
             if self.device.type == "meta":
                 raise InputError("device='meta' cannot be used here: tensors have no values there")
@@ -211,10 +211,12 @@ class Problem:
             with seeded(torch_seed(seed, EVALUATION, t)):
                 chunks = torch.split(inputs, CHUNK)
                 pieces = [functional_call(self.module, state, (chunk.clone(),)) for chunk in chunks]
+            output = torch.cat(pieces)
+            values = {"test_loss": float(self.task.loss(output, targets))}
+        except Exception as error:
+            raise InputError(f"model or loss failed on the test data: {reason(error)}") from error
         finally:
             self.module.train()
-        output = torch.cat(pieces)
-        values = {"test_loss": float(self.task.loss(output, targets))}
         if self.task.metric == "accuracy":
             values["test_accuracy"] = float((output.argmax(dim=1) == targets).double().mean())
             values["test_metric"] = values["test_accuracy"]

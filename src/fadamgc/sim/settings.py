@@ -64,7 +64,7 @@ class Settings:
                 raise InputError(f"target={shown(target)} is not accepted; it must be a finite number")
             object.__setattr__(self, "target", number)
         dtype: Any = self.dtype
-        if dtype is not None and dtype not in DTYPES:
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in DTYPES):
             raise InputError(
                 f"dtype={shown(dtype)} is not accepted; it must be a type of floating-point numbers such as "
                 f"torch.float32, of at least 16 bits"

@@ -44,7 +44,7 @@ def make_executor(
     """
     if callable(choice):
         return choice(problem)
-    if choice == "auto":
+    if isinstance(choice, str) and choice == "auto":
         return choose(problem, plan)
     if not isinstance(choice, str) or choice not in EXECUTORS:
         known = ["auto", *EXECUTORS]
