@@ -146,7 +146,7 @@ class Task:
                         f"{who} has {what} of shape {tuple(got.shape[1:])} a sample, client 0 has "
                         f"{tuple(first.shape[1:])}; all must be the same"
                     )
-                if got.is_floating_point() != first.is_floating_point():
+                if got.is_floating_point() != first.is_floating_point() or not _go_together(got, first):
                     raise InputError(
                         f"{who} has {what} of {got.dtype}, client 0 has {first.dtype}; all must be the same"
                     )
@@ -352,6 +352,15 @@ def _unusable(part: Tensor) -> str | None:
     if part.is_floating_point() and part.dtype not in DTYPES:
         return f"of {part.dtype}, which torch cannot calculate with; convert them: .float()"
     return None
+
+
+def _go_together(a: Tensor, b: Tensor) -> bool:
+    """Whether torch can put them into one tensor (not so with some unsigned integers)."""
+    try:
+        torch.promote_types(a.dtype, b.dtype)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _is_one_of(value: object, *names: str) -> bool:

@@ -155,8 +155,9 @@ def prepare(*arguments: Any, make: Makers | None = None, **named: Any) -> tuple[
         raise InputError(f"callbacks={shown(a.callbacks)} are not functions of a RoundEnd")
     if a.target is not None and a.task.test is None:
         raise InputError(f"target={shown(a.target)} without test data; give the task a test set")
-    if not isinstance(a.resume, (bool, int, np.bool_, NoneType)):
-        raise InputError(f"resume={shown(a.resume)} is not accepted; it must be True or False")
+    for name in ("resume", "progress"):
+        if not isinstance(getattr(a, name), (bool, int, np.bool_, NoneType)):
+            raise InputError(f"{name}={shown(getattr(a, name))} is not accepted; it must be True or False")
     if a.resume and a.checkpoint is None:
         raise InputError("resume=True without checkpoint; say which folder to go on from")
     draws = None if a.schedule is None else _draws(a.schedule)
