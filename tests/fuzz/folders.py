@@ -106,7 +106,7 @@ def damage(r: random.Random, folder: Path) -> None:
             other.write_bytes(path.read_bytes())
             path.write_bytes(content)
         case 2:
-            shutil.copy(r.choice(found), path) if r.choice(found) != path else path.write_bytes(b"")
+            path.write_bytes(r.choice(found).read_bytes() if r.random() < 0.7 else b"")
         case 3:
             path.unlink()
             path.mkdir()
