@@ -42,7 +42,8 @@ eta_l = 0.01
 algorithm = "fedavg"
 eta_l = 0.01
 """
-KINDS = ("run", "memory", "files", "experiment")
+KINDS = ("run", "memory", "files", "run", "memory", "files", "experiment")  # the last takes longest
+BOMB = "bomb.gz"
 VALUES: tuple[Any, ...] = (
     *(
         None,
@@ -79,11 +80,19 @@ def prepare(shared: Path) -> None:
     for states in ("memory", "files"):
         fadamgc.simulate(algorithm, task(), rounds=2, states=states, checkpoint=shared / states, **SETTINGS)
     fadamgc.simulate(algorithm, task(), rounds=2, **SETTINGS).save(shared / "run")
+    bomb(shared / BOMB)
     (shared / "spec.toml").write_text(SPEC)
     out = shared / "experiment"
     command("run", str(shared / "spec.toml"), "--out", str(out), "--workers", "1", "--quiet")
     rounds = fadamgc.simulate(algorithm, task(), rounds=4, **SETTINGS)
     np.save(shared / "x.npy", np.stack([fadamgc.load_run(shared / "run").x.numpy(), rounds.x.numpy()]))
+
+
+def bomb(path: Path) -> None:
+    """A gigabyte of zeros as a small file."""
+    with gzip.open(path, "wb", compresslevel=1) as file:
+        for _ in range(1000):
+            file.write(bytes(1 << 20))
 
 
 def files(folder: Path) -> list[Path]:
@@ -131,9 +140,7 @@ def forge(r: random.Random, folder: Path) -> None:
     if choice < 0.06:
         body[r.choice(sorted(body))] = nested(r.choice((500, 990, 100_000)))
     elif choice < 0.08 and not packed:
-        with gzip.open(path.with_suffix(".json.gz"), "wb") as file:  # a gigabyte of zeros
-            for _ in range(1000):
-                file.write(bytes(1 << 20))
+        shutil.copy(folder.parent / BOMB, path.with_suffix(".json.gz"))
         path.unlink()
         return
     else:
@@ -192,6 +199,7 @@ def case(r: random.Random, shared: Path, folder: Path) -> str:
     os.environ["FADAMGC_CACHE"] = str(shared / "cache")
     place = folder / kind
     shutil.copytree(shared / kind, place)
+    os.link(shared / BOMB, folder / BOMB)
     forged = r.random() < 0.4
     (forge if forged else damage)(r, place)
     after_two, after_four = np.load(shared / "x.npy")

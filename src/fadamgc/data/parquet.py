@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from fadamgc.errors import InputError, shown
+from fadamgc.errors import InputError, cut, shown
 
 MOST = 1 << 31  # classes
 
@@ -37,7 +37,8 @@ def read(files: Sequence[Path], columns: Sequence[str], batch: int = 2000) -> It
                 for column in columns:
                     if there.count(column) != 1:
                         what = "no column" if column not in there else "more than one column"
-                        raise InputError(f"{path}: there is {what} {column!r}; it has {', '.join(there)}")
+                        names = cut(", ".join(there))
+                        raise InputError(f"{path}: there is {what} {column!r}; it has {names}")
                 for part in file.iter_batches(batch, columns=list(columns)):
                     yield Rows(path, first, {name: part.column(name) for name in columns})
                     first += len(part)

@@ -86,6 +86,7 @@ def dirichlet(
     labels = _labels(labels)
     check_integer("clients", clients, 1)
     check_number("alpha", alpha, 0, strict=True)
+    alpha = float(alpha)
     check_integer("min_size", min_size, 1)
     check_integer("retries", retries, 1)
     if len(labels) < clients * min_size:
@@ -219,7 +220,7 @@ def _draw(rng: np.random.Generator, class_sizes: IntArray, clients: int, alpha: 
 
 def _shares(rng: np.random.Generator, clients: int, alpha: float) -> npt.NDArray[np.float64]:
     """One draw from Dirichlet(alpha, ..., alpha), or its limit where floating point gives out."""
-    shares = rng.dirichlet(np.full(clients, float(alpha)))
+    shares = rng.dirichlet(np.full(clients, alpha))
     if abs(shares.sum() - 1) < 1e-6:  # false for NaN
         return shares
     if alpha >= 1:

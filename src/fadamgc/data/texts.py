@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from fadamgc.data import parquet
 from fadamgc.data.sources import Source, files_of, source
-from fadamgc.errors import InputError, shown
+from fadamgc.errors import InputError, cut, shown
 
 log = logging.getLogger("fadamgc")
 
@@ -178,5 +178,5 @@ def _csv(path: Path, columns: Sequence[str], label: str) -> Iterator[parquet.Row
     for column in (*columns, label):
         if names.count(column) != 1:
             what = "no column" if column not in names else "more than one column"
-            raise InputError(f"{path}: there is {what} {column!r}; it has {', '.join(names)}")
+            raise InputError(f"{path}: there is {what} {column!r}; it has {cut(', '.join(names))}")
     yield parquet.Rows(path, 0, {name: table.column(name) for name in (*columns, label)})
