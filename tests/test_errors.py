@@ -213,7 +213,10 @@ BAD_TASKS = [
         r"the test data has inputs in a quantized tensor .*dequantize\(\)",
     ),
     ({"clients": changed(0, x=NESTED)}, "client 0 has inputs in a nested tensor; pad them"),
-    ({"clients": changed(0, y=Y.to(torch.uint16))}, "loss failed on output .* torch.uint16"),
+    (
+        {"clients": changed(0, y=Y.to(torch.uint16))},
+        "client 1 has targets of torch.int64, client 0 has torch.uint16",
+    ),
     ({"model": nn.Linear(5, 3, device="meta")}, "Linear has parameters on the device 'meta'"),
     ({"metric": "y" * 10**6}, "^.{1,400}$"),
     ({"clients": np.array(3)}, "clients of type ndarray"),
@@ -344,6 +347,14 @@ def test_integers_that_are_no_floats_are_refused(value):
     ):
         with pytest.raises(fadamgc.InputError, match="^.{1,400}$"):
             make()
+
+
+@pytest.mark.parametrize("bad", [{"tau": 1e300}, {"v0": 1e300}])
+def test_a_hyperparameter_beyond_the_models_numbers_is_refused(bad):
+    with pytest.raises(
+        fadamgc.InputError, match="FedAdam.* has a number that is too large for torch.float32"
+    ):
+        fadamgc.simulate(fadamgc.FedAdam(**bad), class_task(), rounds=1)
 
 
 def test_a_large_integer_is_a_step_size_like_any_other():

@@ -175,7 +175,12 @@ def example(algorithm: AnyAlgorithm, x: Tensor) -> Example:
     x may be empty, or on torch's "meta" device, where nothing is computed.
     """
     g = x if algorithm.init_gradient or algorithm.round_gradient else None
-    server = algorithm.init_server(x, g)
+    try:
+        server = algorithm.init_server(x, g)
+    except (OverflowError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "overflow" not in str(error):
+            raise
+        raise InputError(f"{shown(algorithm)} has a number that is too large for {x.dtype}") from error
     down = algorithm.broadcast(server)
     client = algorithm.init_client(x, g)
     _, local = algorithm.direction(down, client, algorithm.begin(down, client, g), x)

@@ -74,7 +74,7 @@ def _texts(source: Source, number: int, progress: Callable[[int], object]) -> An
     count = 0
     for rows in parquet.read(files_of(source, source.splits[number]), (*source.inputs, source.label)):
         for column in source.inputs:
-            for i, text in enumerate(rows.columns[column].to_pylist()):
+            for i, text in enumerate(parquet.values(rows, column)):
                 if not isinstance(text, str):
                     raise InputError(
                         f"{rows.file}: row {rows.first + i} has {column}={shown(text)}, which is no text"

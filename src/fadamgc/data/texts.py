@@ -97,13 +97,7 @@ def collect(
     for some in rows:
         file = some.file
         for column, found in zip(columns, texts, strict=True):
-            try:
-                values = some.columns[column].to_pylist()
-            except UnicodeDecodeError as error:
-                raise InputError(
-                    f"{file}: a text in {column!r}, from row {some.first} on, is no UTF-8 ({error.reason})"
-                ) from None
-            for i, text in enumerate(values):
+            for i, text in enumerate(parquet.values(some, column)):
                 if not isinstance(text, str):
                     raise InputError(
                         f"{file}: row {some.first + i} has {column}={shown(text)}, which is no text"
@@ -147,10 +141,8 @@ def _checked(rows: Iterator[parquet.Rows], known: Source) -> Iterator[parquet.Ro
     for some in rows:
         parquet.labels(some, known.label, known.classes)
         if known.name == "20_newsgroups":  # some are empty after an earlier removal of headers
-            texts = some.columns[known.inputs[0]]
-            keep = [
-                i for i, text in enumerate(texts.to_pylist()) if not isinstance(text, str) or text.strip()
-            ]
+            texts = parquet.values(some, known.inputs[0])
+            keep = [i for i, text in enumerate(texts) if not isinstance(text, str) or text.strip()]
             some = some._replace(columns={name: column.take(keep) for name, column in some.columns.items()})
         yield some
 
