@@ -14,6 +14,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import chdir
 from dataclasses import dataclass, field
 from multiprocessing import connection, get_context
 from pathlib import Path
@@ -88,7 +89,7 @@ def run_case(target: Target, seed: int, number: int, shared: Path, folder: Path)
 
     began = time.perf_counter()
     kind, text = "accepted", ""
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), chdir(folder):  # a relative path of a case stays in its folder
         warnings.simplefilter("ignore")
         try:
             kind = target.case(random.Random(f"{target.name} {seed} {number}"), shared, folder) or "accepted"
