@@ -4,9 +4,10 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 OUT    ?= out/compare
 WORKERS ?= 2
+SEED    ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-e2e results bench check format clean
+.PHONY: help install demo test test-e2e fuzz results bench check format clean
 
 help:  ## Show this list
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -29,6 +30,9 @@ test: install  ## Run all tests
 
 test-e2e: install  ## Run the tests with a real SuperLink and SuperNodes, on loopback
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) tests/e2e
+
+fuzz: install  ## Try bad input of every kind; SEED=1 BUDGET='specs=20000 arguments=5000' for more of it
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --seed $(SEED) --processes $(WORKERS) $(BUDGET)
 
 results: install  ## Write docs/results.md from the records under results/
 	$(BIN)/python -m fadamgc.experiments.comparison results docs/results.md

@@ -86,6 +86,16 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # What it does.
 
 
+def test_too_little_memory_is_a_message(monkeypatch):
+    def fail():
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
+
+    monkeypatch.setattr(sys.modules["fadamgc.algorithms"], "algorithms", fail)
+    shown = CliRunner().invoke(app, ["list"])
+    assert shown.exit_code == 2
+    assert "there is not enough memory" in shown.output
+
+
 def test_help_and_version_say_what_a_stranger_needs():
     top = fadamgc("--help")
     assert top.exit_code == 0

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import math
 import pickle
+import random
+import subprocess
+import sys
+import warnings
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import Dataset
 
 import fadamgc
 from problems import class_task, half_squared_error, mlp
@@ -47,6 +53,19 @@ BAD_SETTINGS = [
     ({"cost": "cheap"}, "cost='cheap' is not a cost model"),
     ({"cost": fadamgc.CostModel(up_mbps=(1, 2))}, "up_mbps has 2 entries for clients=6"),
     ({"schedule": [([0], [0])] * 2}, "schedule is given beside sampled=3"),
+    ({"weights": [1e-320] * 6}, "weights from 1e-320 to 1e-320 cannot be scaled to a mean of 1"),
+    ({"weights": [1, 1, 1, 1, 1, 1e-320]}, "weights from 1e-320 to 1.0 cannot be scaled"),
+    ({"weights": [10**400] * 6}, "weights=.1000.* is not accepted"),
+    ({"local_steps": 10**400}, "local_steps=1000.*000 is not accepted; .* <= 9007199254740992"),
+    ({"local_steps": None, "local_epochs": 2**53}, "is 90071992547409920 local steps of a client; at most"),
+    ({"rounds": 10**5000}, "rounds=<an integer of 16610 bits> is not accepted"),
+    ({"target": 10**400}, "target=1000.* finite number"),
+    ({"dtype": torch.float8_e4m3fn}, "dtype=torch.float8_e4m3fn .* at least 16 bits"),
+    ({"device": "meta"}, "device='meta' cannot be used here"),
+    ({"device": {0}}, "device={.} cannot be used here"),
+    ({"executor": {}}, "executor={} is not known"),
+    ({"checkpoint": {}}, "checkpoint={} is not accepted; it must be the path of a folder"),
+    ({"schedule": 3, "sampled": None, "tracked": None}, "schedule=3 is not a list of pairs"),
 ]
 BAD_SCHEDULES = [
     ([([], [])] * 2, "round 1 samples no client"),
@@ -121,6 +140,23 @@ NARROW, WIDE = torch.ones(3, 5), torch.ones(4, 6)
 X, Y = torch.ones(4, 5), torch.zeros(4, dtype=torch.long)
 ONES = torch.ones(4, 1)
 FROZEN = nn.Linear(5, 3).requires_grad_(False)
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # the first are a prototype, the second are deprecated
+    NESTED = torch.nested.nested_tensor([torch.ones(5), torch.ones(4)])
+    QUANTIZED = torch.quantize_per_tensor(X, 0.1, 0, torch.quint8)
+
+
+class Summed(nn.Module):
+    """A model that forgets which sample is which."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.linear(x).sum()
+
+
 BAD_TASKS = [
     ({"clients": []}, r"clients=\[\] is empty"),
     ({"clients": [*pairs(4, 4), (torch.ones(0, 5), torch.zeros(0, dtype=torch.long))]}, "client 2 is empty"),
@@ -166,6 +202,28 @@ BAD_TASKS = [
     ({"model": nn.LazyLinear(3)}, "LazyLinear has lazy parameters"),
     ({"model": nn.ParameterList([torch.ones(2), torch.ones(2).double()])}, "trainable parameters of types"),
     ({"model": nn.GRU(5, 3)}, "GRU returns a tuple; it must return a tensor"),
+    ({"clients": changed(1, x=X.to_sparse())}, r"client 1 has inputs in a tensor of layout .*to_dense\(\)"),
+    ({"clients": changed(1, y=Y.to("meta"))}, "client 1 has targets on the device 'meta'"),
+    (
+        {"clients": changed(2, x=X.to(torch.float8_e5m2))},
+        r"client 2 has inputs of torch.float8_e5m2, .*float\(\)",
+    ),
+    (
+        {"test": (QUANTIZED, Y)},
+        r"the test data has inputs in a quantized tensor .*dequantize\(\)",
+    ),
+    ({"clients": changed(0, x=NESTED)}, "client 0 has inputs in a nested tensor; pad them"),
+    (
+        {"clients": changed(0, y=Y.to(torch.uint16))},
+        "client 1 has targets of torch.int64, client 0 has torch.uint16",
+    ),
+    ({"model": nn.Linear(5, 3, device="meta")}, "Linear has parameters on the device 'meta'"),
+    ({"metric": "y" * 10**6}, "^.{1,400}$"),
+    ({"clients": np.array(3)}, "clients of type ndarray"),
+    (
+        {"model": Summed(), "loss": lambda o, y: o.reshape(1)},
+        r"loss must return a scalar.* outputs of shape \(\)",
+    ),
 ]
 
 
@@ -176,6 +234,139 @@ def test_tasks(bad, message):
     fadamgc.Task(**good)
     with pytest.raises(fadamgc.InputError, match=message):
         fadamgc.Task(**(good | bad))
+
+
+def squared(output, target):
+    return ((output - target) ** 2).mean()
+
+
+@pytest.mark.parametrize(
+    "loss", [F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, nn.MSELoss(), squared, half_squared_error]
+)
+@pytest.mark.parametrize("swap", [False, True], ids=["targets without a column", "outputs without one"])
+def test_a_loss_that_would_broadcast_is_refused(loss, swap):
+    x, y = torch.randn(6, 5), torch.randn(6)
+    model = nn.Sequential(nn.Linear(5, 1), nn.Flatten(0)) if swap else nn.Linear(5, 1)
+    wrong, right = (y[:, None], y) if swap else (y, y[:, None])
+    remedy = r"y\.reshape\(-1,\)" if swap else r"y\.reshape\(-1, 1\)"
+    with pytest.raises(fadamgc.InputError, match=f"loss would broadcast: outputs .*{remedy}, or squeeze"):
+        fadamgc.Task(model, loss, [(x, wrong)])
+    fadamgc.Task(model, loss, [(x, right)])
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda o, y: F.mse_loss(o[:, 0], y),
+        lambda o, y: F.mse_loss(o, y[:, None]),
+        lambda o, y: o.square().mean(),  # targets that are not used
+        lambda o, y: (o.squeeze(1) * y).mean().exp(),
+    ],
+)
+def test_a_loss_that_brings_shapes_together_itself_is_accepted(loss):
+    fadamgc.Task(nn.Linear(5, 1), loss, [(torch.randn(6, 5), torch.randn(6))])
+
+
+class Augmented(Dataset):
+    """Items that are other ones each time they are read, by Python's, numpy's or torch's random numbers."""
+
+    def __init__(self, kind, count=6):
+        self.kind, self.count = kind, count
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, i):
+        noise = {
+            "python": lambda: random.random(),
+            "numpy": lambda: float(np.random.rand()),
+            "torch": lambda: float(torch.rand(())),
+            "none": lambda: 0.0,
+        }[self.kind]()
+        return torch.full((5,), float(i)) + noise, i % 3
+
+
+@pytest.mark.parametrize("kind", ["python", "numpy", "torch"])
+def test_random_augmentation_in_a_dataset_is_warned_of(kind):
+    with pytest.warns(UserWarning, match="a Task reads each item once.*into the model") as caught:
+        fadamgc.Task(mlp(), F.cross_entropy, [Augmented(kind), Augmented(kind)], Augmented("none"))
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+
+
+def test_reading_a_dataset_again_leaves_random_numbers_alone():
+    def drawn():
+        return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+    def states():
+        return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+
+    drawn()
+    before = states()
+    fadamgc.Task(mlp(), F.cross_entropy, [Augmented("none")], Augmented("none"))  # and no warning
+    assert states() == before
+    with pytest.warns(UserWarning, match="a Task reads each item once"):
+        task = fadamgc.Task(mlp(), F.cross_entropy, [Augmented("torch", 3)])
+    again = torch.Generator()
+    again.set_state(torch.tensor(before[2], dtype=torch.uint8))
+    noise = torch.stack([torch.rand((), generator=again) for _ in range(3)])  # as read once, no more
+    assert torch.equal(task.pairs[0][0][:, 0], torch.arange(3.0) + noise)
+    assert torch.equal(torch.get_rng_state(), again.get_state())
+
+
+def test_sequences_of_different_lengths_are_to_be_padded():
+    class Sequences(Dataset):
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, i):
+            return torch.ones(2 + i // 2, 3), 0
+
+    with pytest.raises(fadamgc.InputError, match=r"client 0 .* sample 2 has shape \(3, 3\), .* pad them"):
+        fadamgc.Task(mlp(), F.cross_entropy, [Sequences()])
+
+
+@pytest.mark.parametrize("executor", ["loop", "threads"])
+def test_batch_norm_with_one_sample_has_a_remedy(executor):
+    model = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3))
+    task = fadamgc.Task(model, F.cross_entropy, pairs(4, 1))
+    with pytest.raises(fadamgc.FadamgcError, match="client 1 in round 1.*batch of 1.*min_size=2.*GroupNorm"):
+        fadamgc.simulate(fadamgc.FedAvg(), task, rounds=1, executor=executor)
+    with pytest.raises(fadamgc.InputError, match="failed on inputs .*min_size=2.*GroupNorm"):
+        fadamgc.Task(model, F.cross_entropy, pairs(1, 1))
+
+
+@pytest.mark.parametrize("value", [10**400, -(10**400), 10**5000], ids=["400", "-400", "5000"])
+def test_integers_that_are_no_floats_are_refused(value):
+    for make in (
+        lambda: fadamgc.FAdamGC(eta_l=value),
+        lambda: fadamgc.CostModel(up_mbps=value),
+        lambda: fadamgc.CostModel(latency=[0.0, value]),
+        lambda: fadamgc.data.dirichlet([0, 1], 1, value, 0),
+        lambda: fadamgc.data.iid(10, value, 0),
+    ):
+        with pytest.raises(fadamgc.InputError, match="^.{1,400}$"):
+            make()
+
+
+@pytest.mark.parametrize("bad", [{"tau": 1e300}, {"v0": 1e300}])
+def test_a_hyperparameter_beyond_the_models_numbers_is_refused(bad):
+    with pytest.raises(
+        fadamgc.InputError, match="FedAdam.* has a number that is too large for torch.float32"
+    ):
+        fadamgc.simulate(fadamgc.FedAdam(**bad), class_task(), rounds=1)
+
+
+def test_a_large_integer_is_a_step_size_like_any_other():
+    assert fadamgc.FedAvg(eta_l=10**30).eta_l == 1e30
+    assert isinstance(fadamgc.FedAvg(eta_l=10**30).eta_l, float)
+    with pytest.raises(fadamgc.NonFiniteError):
+        fadamgc.simulate(fadamgc.FedAvg(eta_l=10**300), class_task(), rounds=2)
+
+
+def test_parts_of_the_package_can_be_used_without_importing_them():
+    code = "import fadamgc; fadamgc.data.natural([1, 2]); fadamgc.models.mlp; fadamgc.trackers.tensorboard"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_accuracy_needs_classes():

@@ -204,6 +204,15 @@ REFUSED = {
     "unknown partition": ("alpha = 1.0", 'partition = "diri"', "[task] with data='digits' partition=\"diri\" is not accepted"),
     "not a table": ("[cost]", "cost = 3\n[tune2]", "cost must be a table"),
     "not TOML": ("[cost]", "[cost", "not TOML"),
+    "a partition that is a table": ("alpha = 1.0", "partition = {}", "partition={} is not accepted; it must be 'dirichlet', 'iid' or 'shards'"),
+    "an algorithm that is a list": ('"fadamgc"', '["fadamgc"]', "[[method]] 2: algorithm=('fadamgc',) is not accepted; it must be a name"),
+    "an integer of 400 digits": ("eta_l = 0.02", f"eta_l = 1{'0' * 400}", "method.eta_l=10000"),
+    "an integer of 400 digits in [cost]": ("up_mbps = 0.05", f"up_mbps = 1{'0' * 400}", "is not accepted; integers go from -2^63 to 2^63 - 1"),
+    "an integer of 5,000 digits": ("rounds = 3", f"rounds = 1{'0' * 5000}", "not TOML: a number or a date is not valid"),
+    "a hexadecimal of 6,000 digits": ("rounds = 3", f"rounds = 0x{'f' * 6000}", "run.rounds=<an integer of 24000 bits> is not accepted"),
+    "1,000 levels": ("alpha = 1.0", f"alpha = {'[' * 1000}{']' * 1000}", "nested too deeply"),
+    "2,000 tables": ("[cost]", f"[{'.'.join('a' * 2000)}]\n[cost]", "nested too deeply"),
+    "too many steps": ("local_steps = 4", "local_steps = 9007199254740993", "local_steps=9007199254740993 is not accepted; it must be less than or equal to 9007199254740992"),
 }  # fmt: skip
 
 
@@ -220,6 +229,43 @@ def test_what_is_wrong_in_a_spec_is_named_with_its_place(old, new, message):
     assert message in said
     assert all(line.startswith("spec.toml: ") for line in said.splitlines())
     assert not re.search(r"pydantic|Input should|Value error|validation error", said)
+
+
+@pytest.mark.parametrize("old", ['"digits"', '"fadamgc"', "[16]", "hidden", "eta_l = 0.02", "[cost]", "0.05"])
+def test_a_long_text_is_not_repeated_in_a_message(old):
+    long = "y" * 100_000
+    with pytest.raises(InputError) as caught:
+        spec_of(
+            TINY.replace(
+                old, f"[{long}]" if old == "[cost]" else f'"{long}" = 1' if "eta" in old else f'"{long}"', 1
+            )
+        )
+    assert len(str(caught.value)) < 2000
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        (
+            'data = "linear_regression"\nsamples = 9223372036854775807',
+            "clients=10 with samples=9223372036854775807 needs",
+        ),
+        (
+            'data = "linear_regression"\ndim = 4000000000',
+            "dim=4000000000 needs 1.28e\\+11 GB, this machine has",
+        ),
+        (
+            'data = "linear_regression"\nclients = 1000000000000',
+            "clients=1000000000000 with samples=40 needs",
+        ),
+        ('data = "quadratics"\nclients = 100000000\ndim = 100000', "clients=100000000 with dim=100000 needs"),
+        ('data = "digits"\nhidden = [9007199254740992]', "hidden=.9007199254740992. is too large"),
+    ],
+)
+def test_a_task_that_fits_in_no_memory_is_refused(task, message):
+    spec = spec_of(f'[task]\n{task}\n[run]\nrounds = 1\nlocal_steps = 1\n[[method]]\nalgorithm = "fedavg"')
+    with pytest.raises(InputError, match=message):
+        build_task(spec.task, seed=0)
 
 
 def test_all_problems_are_named_at_once():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -13,8 +14,11 @@ from torch.utils.data import Dataset, TensorDataset
 
 import fadamgc
 from fadamgc.data import synthetic
-from fadamgc.sim.executors import LoopExecutor, VectorizedExecutor
-from fadamgc.sim.sampling import batches, draw
+from fadamgc.errors import ClientError
+from fadamgc.sim import sampling
+from fadamgc.sim.executors import LoopExecutor, VectorizedExecutor, vectorized
+from fadamgc.sim.executors.vectorized import _cuts
+from fadamgc.sim.sampling import batches, draw, generator
 from problems import class_task, linear_task, mlp
 
 OPTIONS = {"rounds": 3, "sampled": 4, "tracked": 2, "local_steps": 4, "batch_size": 5, "seed": 1}
@@ -51,6 +55,83 @@ def test_epochs_end_with_a_smaller_batch():
         assert sorted(rows) == list(range(10))
     exact = batches(seed=0, t=1, client=0, samples=8, batch_size=4, local_steps=None, local_epochs=1)
     assert exact.size.tolist() == [4, 4]
+
+
+def eager(seed, t, client, samples, batch_size, local_steps, local_epochs=None):
+    """All batches at once, by the rule as docs tell it."""
+    random = generator(seed, 1, t, client)
+    if batch_size is None or samples <= batch_size:
+        return [np.arange(samples)] * (local_steps or local_epochs)
+    if local_epochs is None:
+        walk = np.concatenate(
+            [random.permutation(samples) for _ in range(local_steps * batch_size // samples + 1)]
+        )
+        return list(walk[: local_steps * batch_size].reshape(local_steps, batch_size))
+    orders = [random.permutation(samples) for _ in range(local_epochs)]
+    return [order[k : k + batch_size] for order in orders for k in range(0, samples, batch_size)]
+
+
+@pytest.mark.parametrize("positions", [1, 7, 100])
+def test_batches_are_the_same_however_many_are_drawn_at_once(positions, monkeypatch):
+    monkeypatch.setattr(sampling, "POSITIONS", positions)
+    random = np.random.default_rng(0)
+    for _ in range(100):
+        samples, size = (int(n) for n in random.integers(1, 30, 2))
+        work = {"local_steps": int(random.integers(1, 20))}
+        if random.random() < 0.5:
+            work = {"local_steps": None, "local_epochs": int(random.integers(1, 5))}
+        address = {"seed": 3, "t": 2, "client": int(random.integers(5)), "samples": samples}
+        plan = batches(**address, batch_size=None if size > 28 else size, **work)
+        wanted = eager(**address, batch_size=None if size > 28 else size, **work)
+        found = list(plan)
+        assert [rows.tolist() for rows in found] == [rows.tolist() for rows in wanted]
+        assert plan.size.tolist() == [len(rows) for rows in wanted]
+        assert plan.total == sum(map(len, wanted))
+        assert plan.even == (len(set(map(len, wanted))) == 1)
+
+
+def test_runs_of_steps_are_cut_where_they_must_be():
+    random = np.random.default_rng(0)
+    for _ in range(200):
+        K, chunk, least, period = (int(n) for n in random.integers(1, 40, 4))
+        least = min(least, K)
+        ends = {k for k in range(1, K) if period > 1 and (k % period == 0 or (k + 1) % period == 0)}
+        wanted = sorted({*range(0, K, chunk), K, least, *ends})
+        assert [first for first, _ in _cuts(K, chunk, least, period)] + [K] == wanted
+        assert all(a[1] == b[0] for a, b in pairwise(_cuts(K, chunk, least, period)))
+
+
+@pytest.mark.parametrize("batch_size", [None, 4])
+@pytest.mark.parametrize("executor", ["loop", "threads"])
+def test_steps_without_number_need_no_memory(executor, batch_size):
+    calls = 0
+
+    def loss(output, target):
+        nonlocal calls
+        calls += 1
+        if calls > 40:
+            raise RuntimeError("enough")
+        return F.cross_entropy(output, target)
+
+    task = fadamgc.Task(mlp(), loss, [(torch.randn(9, 5), torch.zeros(9).long())])
+    with pytest.raises(ClientError, match=r"client 0 in round 1, at local step \d+, .*enough"):
+        simulate(fadamgc.FedAvg(), task, sampled=1, tracked=1, local_steps=10**12, batch_size=batch_size,
+                 executor=executor)  # fmt: skip
+    assert calls == 41
+
+
+@pytest.mark.parametrize("work", [{"local_steps": 6}, {"local_steps": None, "local_epochs": 2}])
+@pytest.mark.parametrize("norm", [False, True])
+def test_blocks_gather_batches_in_chunks_to_the_same_bits(work, norm, monkeypatch):
+    def run():
+        model = mlp(0, nn.BatchNorm1d(8)) if norm else mlp()
+        return simulate(
+            fadamgc.FAdamGC(), class_task((7, 22, 8, 17, 40, 9), model), executor="vectorized", **work
+        ).x
+
+    at_once = run()
+    monkeypatch.setattr(vectorized, "BATCHES", 1)
+    assert torch.equal(run(), at_once)
 
 
 def test_draws_are_addressed():

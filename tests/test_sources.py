@@ -64,6 +64,35 @@ def test_an_absent_data_set_says_what_to_get_and_where_to_put_it(folders):
         source("cifar11")
 
 
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("y", lambda a: a.astype("U5"), "'y' is of <U5; it must be of integers"),
+        ("subject", lambda a: a.astype("S5"), r"'subject' is of \|S5; it must be of integers"),
+        ("x", lambda a: a.astype("U5"), "'x' is of <U5; it must be of numbers"),
+        ("x", lambda a: a * np.nan, "'x' has numbers that are not finite"),
+        ("y", lambda a: a[0], r"'y' has shape \(\); it must be \(n\), n as of 'x'"),
+    ],
+)
+def test_signals_of_another_kind_are_refused(folders, name, change, message):
+    path = sets.har(folders, each=2) / "uci_har" / "har.npz"
+    with np.load(path) as file:
+        arrays = dict(file)
+    np.savez(path, **(arrays | {name: change(arrays[name])}))
+    with pytest.raises(InputError, match=message):
+        har.load()
+
+
+def test_signals_in_an_unknown_compression_are_refused(folders):
+    path = sets.har(folders, each=2) / "uci_har" / "har.npz"
+    content = bytearray(path.read_bytes())
+    for mark, at in ((b"PK\x03\x04", 8), (b"PK\x01\x02", 10)):
+        content[content.find(mark) + at] = 99
+    path.write_bytes(content)
+    with pytest.raises(InputError, match=r"har\.npz: damaged \(.*compression.*\); download it again"):
+        har.load()
+
+
 @pytest.mark.parametrize("below", ["", "data", "plain_text"])
 def test_files_are_found_as_here_and_as_on_the_hub(folders, below):
     sets.cifar10(folders)

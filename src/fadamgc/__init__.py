@@ -82,6 +82,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "tasks":  # what it needs takes time to import
-        return import_module("fadamgc.tasks")
+    if name in ("data", "models", "tasks", "trackers"):  # what they need takes time to import
+        return import_module(f"fadamgc.{name}")
     raise AttributeError(f"module 'fadamgc' has no attribute {name!r}")

@@ -26,14 +26,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from numbers import Real
 from types import NoneType
 from typing import Any, ClassVar, Generic, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
-from fadamgc.errors import InputError
+from fadamgc.errors import InputError, real, shown
 
 ServerT = TypeVar("ServerT", bound=tuple[Tensor, ...])
 DownT = TypeVar("DownT", bound=tuple[Tensor, ...])
@@ -176,7 +175,12 @@ def example(algorithm: AnyAlgorithm, x: Tensor) -> Example:
     x may be empty, or on torch's "meta" device, where nothing is computed.
     """
     g = x if algorithm.init_gradient or algorithm.round_gradient else None
-    server = algorithm.init_server(x, g)
+    try:
+        server = algorithm.init_server(x, g)
+    except (OverflowError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "overflow" not in str(error):
+            raise
+        raise InputError(f"{shown(algorithm)} has a number that is too large for {x.dtype}") from error
     down = algorithm.broadcast(server)
     client = algorithm.init_client(x, g)
     _, local = algorithm.direction(down, client, algorithm.begin(down, client, g), x)
@@ -192,16 +196,22 @@ def stand_in(d: int, dtype: torch.dtype) -> Tensor:
 # Fields with a rule, so that a wrong value is refused where it is given.
 
 
+EXACT = 2**53  # integers up to this are exact as floats
+
+
 def _is_number(value: object) -> bool:
-    return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
+    number = real(value)
+    return number is not None and math.isfinite(number)
 
 
 def _field(default: object, accepts: Any, accepted: str) -> Any:
     def rule(name: str, value: Any) -> Any:
         if not accepts(value):
-            raise InputError(f"{name}={value!r} is not accepted; it must be {accepted}")
+            raise InputError(f"{name}={shown(value)} is not accepted; it must be {accepted}")
         plain = isinstance(value, (int, float, str, NoneType))
-        return value if plain else float(value)  # a number of numpy's
+        if plain and not (isinstance(value, int) and value > EXACT):
+            return value
+        return float(value)  # a number of numpy's, or an integer that torch cannot take
 
     return dataclasses.field(default=default, metadata={"rule": rule})
 
@@ -233,7 +243,9 @@ def share(default: float) -> Any:
 
 def choice(*options: str) -> Any:
     """A field whose value must be one of the options; the first is the default."""
-    return _field(options[0], lambda v: v in options, "one of " + ", ".join(map(repr, options)))
+    return _field(
+        options[0], lambda v: isinstance(v, str) and v in options, "one of " + ", ".join(map(repr, options))
+    )
 
 
 def flag(default: bool) -> Any:

@@ -42,7 +42,9 @@ class Commands(TyperGroup):
             where = f"{error.filename}: " if error.filename else ""
             say(f"error: {where}{error.strerror or error}")
             raise typer.Exit(BAD_INPUT) from None
-        except MemoryError:
+        except (MemoryError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and "can't allocate memory" not in str(error):
+                raise  # of torch, which has no error of its own for this
             say("error: there is not enough memory for this; make the task smaller or use fewer --workers")
             raise typer.Exit(BAD_INPUT) from None
         except KeyboardInterrupt:

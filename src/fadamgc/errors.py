@@ -7,8 +7,12 @@ message alone; a traceback there is a defect of this package.
 from __future__ import annotations
 
 import difflib
+import reprlib
 from collections.abc import Iterable
-from numbers import Integral
+from numbers import Integral, Real
+from typing import Any
+
+LONGEST_NAME = 100  # characters that are compared with known names
 
 
 class FadamgcError(Exception):
@@ -71,10 +75,65 @@ def whole(name: str, value: object, least: int, most: int | None = None) -> int:
     3
     """
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
-        raise InputError(f"{name}={value!r} is not accepted; it must be a whole number >= {least}")
+        raise InputError(f"{name}={shown(value)} is not accepted; it must be a whole number >= {least}")
     if most is not None and int(value) > most:
-        raise InputError(f"{name}={value!r} is not accepted; it must be a whole number <= {most}")
+        raise InputError(f"{name}={shown(value)} is not accepted; it must be a whole number <= {most}")
     return int(value)
+
+
+def real(value: object) -> float | None:
+    """A number as a float; None if the value is not a number, or too large for a float.
+
+    >>> real(3), real("3"), real(10**400)
+    (3.0, None, None)
+    """
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return None
+
+
+def listed(values: Any) -> list[Any] | None:
+    """Values as a list; None if they cannot be listed."""
+    try:
+        return list(values)
+    except TypeError:
+        return None
+
+
+class _Shown(reprlib.Repr):
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring, self.maxlong, self.maxother = 120, 60, 200
+
+    def repr_int(self, x: int, level: int) -> str:
+        """An integer; Python refuses to write out those of more than some thousand digits."""
+        if x.bit_length() > 10_000:
+            return f"<an integer of {x.bit_length()} bits>"
+        return super().repr_int(x, level)
+
+
+def shown(value: object) -> str:
+    """A value as messages show it: its repr, cut where it is long.
+
+    >>> len(shown("x" * 10**6))
+    120
+    """
+    return _Shown().repr(value)
+
+
+def cut(text: str, most: int = 300) -> str:
+    """A text with its middle removed if it is longer than ``most`` characters.
+
+    >>> cut("0123456789", most=7)
+    '01...89'
+    """
+    if len(text) <= most:
+        return text
+    half = (most - 3) // 2
+    return f"{text[:half]}...{text[-half:]}"
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -83,5 +142,17 @@ def nearest(name: str, known: Iterable[str]) -> str:
     >>> nearest("eta_1", ["eta_l", "beta1"])
     "; did you mean 'eta_l'?"
     """
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name[:LONGEST_NAME], list(known), n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def reason(error: Exception) -> str:
+    """What an error of a model, a loss or torch says, cut where it is long, and what to do about some."""
+    message = cut(str(error), 600)
+    if "Expected more than 1 value per channel" in message:
+        message += (
+            "; BatchNorm needs at least 2 samples in a batch: give every client at least 2 samples "
+            "(min_size=2 of a partition), choose local_steps or a batch_size that leaves no last batch of 1, "
+            "or use GroupNorm or LayerNorm"
+        )
+    return message

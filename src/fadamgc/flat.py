@@ -45,6 +45,11 @@ class Flat:
                 f"model={type(module).__name__} has trainable parameters of types {sorted(map(str, kinds))}; "
                 "all must be the same"
             )
+        if any(p.device.type == "meta" for p in module.parameters()):
+            raise InputError(
+                f"model={type(module).__name__} has parameters on the device 'meta', where they have no "
+                "values; make it on a real device"
+            )
         names, shapes = zip(*named, strict=True)
         return cls(names, shapes)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from fadamgc.errors import InputError
+
 CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
@@ -35,3 +37,13 @@ def _cgroup(path: str) -> int | None:
         return int(Path(path).read_text())
     except (OSError, ValueError):  # no such file, or "max"
         return None
+
+
+def check_room(what: str, size: int) -> None:
+    """Refuse arrays of ``size`` bytes if the machine has less memory than that; ``what`` asked for them."""
+    available = memory()
+    if available is not None and size > available:
+        raise InputError(
+            f"{what} needs {size / 1e9:.3g} GB, this machine has {available / 1e9:.3g} GB of memory; "
+            "choose smaller numbers"
+        )

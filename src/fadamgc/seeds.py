@@ -22,5 +22,5 @@ def seeded(seed: int) -> Iterator[None]:
         if torch.accelerator.is_available():
             torch.manual_seed(seed)
         else:  # the same numbers, without a note of the whole stack for devices that are not there
-            torch.default_generator.manual_seed(seed)
+            torch.default_generator.manual_seed(int(seed))
         yield

@@ -15,7 +15,7 @@ from fadamgc.algorithms.fedavg_m import FedAvgM
 from fadamgc.algorithms.local_adam import LocalAdam
 from fadamgc.algorithms.scaffold import Scaffold
 from fadamgc.algorithms.scaffold_m import ScaffoldM
-from fadamgc.errors import InputError, nearest
+from fadamgc.errors import InputError, nearest, shown
 
 __all__ = [
     "FANT",
@@ -70,9 +70,9 @@ def register(name: str, cls: type[AnyAlgorithm]) -> None:
 
 def algorithm_class(name: str) -> type[AnyAlgorithm]:
     """The class registered under a name."""
-    if name not in _REGISTRY:
-        hint = nearest(name, _REGISTRY)
-        raise InputError(f"algorithm {name!r} is not known{hint}; known are {', '.join(_REGISTRY)}")
+    if not isinstance(name, str) or name not in _REGISTRY:
+        hint = nearest(name, _REGISTRY) if isinstance(name, str) else ""
+        raise InputError(f"algorithm {shown(name)} is not known{hint}; known are {', '.join(_REGISTRY)}")
     return _REGISTRY[name]
 
 
@@ -95,5 +95,5 @@ def make_algorithm(name: str, **settings: Any) -> AnyAlgorithm:
     for key in settings:
         if key not in known:
             hint = nearest(key, known)
-            raise InputError(f"{name} has no setting {key!r}{hint}; it has {', '.join(known)}")
+            raise InputError(f"{name} has no setting {shown(key)}{hint}; it has {', '.join(known)}")
     return cls(**settings)

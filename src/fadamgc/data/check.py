@@ -10,7 +10,7 @@ import numpy as np
 
 from fadamgc.data import digits, har, images, parquet
 from fadamgc.data.sources import DIGITS, Source, files_of
-from fadamgc.errors import InputError
+from fadamgc.errors import InputError, shown
 
 
 @dataclass(frozen=True)
@@ -78,10 +78,10 @@ def _texts(source: Source, number: int, progress: Callable[[int], object]) -> An
     count = 0
     for rows in parquet.read(files_of(source, source.splits[number]), (*source.inputs, source.label)):
         for column in source.inputs:
-            for i, text in enumerate(rows.columns[column].to_pylist()):
+            for i, text in enumerate(parquet.values(rows, column)):
                 if not isinstance(text, str):
                     raise InputError(
-                        f"{rows.file}: row {rows.first + i} has {column}={text!r}, which is no text"
+                        f"{rows.file}: row {rows.first + i} has {column}={shown(text)}, which is no text"
                     )
         labels.append(parquet.labels(rows, source.label, source.classes))
         count += len(labels[-1])

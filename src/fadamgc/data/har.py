@@ -6,7 +6,6 @@ in three directions. Six activities.
 
 from __future__ import annotations
 
-import zipfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,9 +14,10 @@ import torch
 from torch import Tensor
 
 from fadamgc.data.sources import files_of, source
-from fadamgc.errors import InputError
+from fadamgc.errors import InputError, cut
 
 SHAPES = {"x": (9, 128), "y": (), "subject": (), "is_test": ()}
+KINDS = {"x": "biuf", "y": "biu", "subject": "biu", "is_test": "biu"}  # numpy's letters of types
 
 
 class Har(NamedTuple):
@@ -35,13 +35,23 @@ def load(root: Path | None = None) -> Har:
     try:
         with open(path, "rb") as opened, np.load(opened, allow_pickle=False) as file:
             arrays = {name: file[name] for name in SHAPES if name in file.files}
-    except (OSError, ValueError, zipfile.BadZipFile) as error:
-        raise InputError(f"{path}: damaged ({error}); download it again") from None
+    except (FileNotFoundError, PermissionError) as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from None
+    except Exception as error:  # of zip files and of numpy there are many kinds
+        message = cut(str(error)) or type(error).__name__
+        raise InputError(f"{path}: damaged ({message}); download it again") from None
     for name, shape in SHAPES.items():
         if name not in arrays:
             raise InputError(f"{path}: there is no array {name!r}; it has {', '.join(arrays)}")
-        if arrays[name].shape[1:] != shape or len(arrays[name]) != len(arrays["x"]):
-            raise InputError(f"{path}: {name!r} has shape {arrays[name].shape}; it must be (n, {shape})")
+        array = arrays[name]
+        if array.ndim == 0 or array.shape[1:] != shape or len(array) != len(arrays["x"]):
+            wanted = ", ".join(map(str, ("n", *shape)))
+            raise InputError(f"{path}: {name!r} has shape {array.shape}; it must be ({wanted}), n as of 'x'")
+        if array.dtype.kind not in KINDS[name]:
+            wanted = "numbers" if name == "x" else "integers"
+            raise InputError(f"{path}: {name!r} is of {array.dtype}; it must be of {wanted}")
+        if not np.isfinite(array).all():
+            raise InputError(f"{path}: {name!r} has numbers that are not finite; download it again")
     y = arrays["y"].astype(np.int64)
     wrong = np.flatnonzero((y < 0) | (y >= 6))
     if len(wrong):

@@ -106,7 +106,7 @@ def _decode(known: Source, files: list[Path], progress: Callable[[int], object])
     count = 0
     with ThreadPoolExecutor() as pool:
         for rows in parquet.read(files, (*known.inputs, known.label)):
-            values = rows.columns[known.inputs[0]].to_pylist()
+            values = parquet.values(rows, known.inputs[0])
             items = ((rows.file, rows.first + i, value) for i, value in enumerate(values))
             x.append(np.stack(list(pool.map(decode, items))))
             y.append(parquet.labels(rows, known.label, known.classes))

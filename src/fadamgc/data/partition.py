@@ -14,12 +14,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fadamgc.errors import InputError
+from fadamgc.errors import InputError, real, shown
+from fadamgc.machine import check_room
 
 IntArray = npt.NDArray[np.int64]
 
 # "part" in ASCII: far from any round or client number, so that no other use of the seed shares the stream.
 STREAM = 0x70617274
+LARGEST = 2**63 - 1  # integer of numpy
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +86,7 @@ def dirichlet(
     labels = _labels(labels)
     check_integer("clients", clients, 1)
     check_number("alpha", alpha, 0, strict=True)
+    alpha = float(alpha)
     check_integer("min_size", min_size, 1)
     check_integer("retries", retries, 1)
     if len(labels) < clients * min_size:
@@ -124,6 +127,8 @@ def iid(labels_or_count: npt.ArrayLike | torch.Tensor | int, clients: int, seed:
     check_integer("clients", clients, 1)
     if isinstance(labels_or_count, (int, np.integer)):
         field, count = "count", int(labels_or_count)
+        check_integer(field, count, 1)
+        check_room(f"count={count}", 8 * count)
     else:
         field, count = "labels", len(_labels(labels_or_count))
     if count < clients:
@@ -176,21 +181,24 @@ def natural(groups: npt.ArrayLike | torch.Tensor) -> Partition:
 
 def generator(seed: int, stream: int) -> np.random.Generator:
     """The random numbers at address (seed, stream)."""
-    check_integer("seed", seed, 0)
+    check_integer("seed", seed, 0, high=None)
     return np.random.default_rng(np.random.SeedSequence([int(seed), stream]))
 
 
-def check_integer(field: str, value: object, low: int) -> None:
-    """Raise InputError unless `value` is an integer of at least `low`."""
+def check_integer(field: str, value: object, low: int, high: int | None = LARGEST) -> None:
+    """Raise InputError unless `value` is an integer from `low` to `high`."""
     if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < low:
-        raise InputError(f"{field}={value!r}; accepted are integers >= {low}")
+        raise InputError(f"{field}={shown(value)}; accepted are integers >= {low}")
+    if high is not None and value > high:
+        raise InputError(f"{field}={shown(value)}; accepted are integers <= {high}")
 
 
 def check_number(field: str, value: object, low: float, *, strict: bool = False) -> None:
     """Raise InputError unless `value` is a finite number of at least (if strict: above) `low`."""
-    number = value if isinstance(value, (int, float, np.integer, np.floating)) else math.nan
-    if not (math.isfinite(number) and (number > low if strict else number >= low)):
-        raise InputError(f"{field}={value!r}; accepted are finite numbers {'>' if strict else '>='} {low:g}")
+    number = real(value)
+    if number is None or not (math.isfinite(number) and (number > low if strict else number >= low)):
+        accepted = f"{'>' if strict else '>='} {low:g}"
+        raise InputError(f"{field}={shown(value)}; accepted are finite numbers {accepted}")
 
 
 def _partition(owner: IntArray, clients: int, note: str) -> Partition:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from fadamgc.cache import cache_folder, make_private
-from fadamgc.errors import InputError, nearest
+from fadamgc.errors import InputError, nearest, shown
 from fadamgc.files import config_file
 
 VARIABLE = "FADAMGC_DATA"
@@ -98,7 +98,7 @@ def source(name: str) -> Source:
         raise InputError(f"data={name!r} has no folder and needs no download: it comes with scikit-learn")
     if name not in SOURCES:
         raise InputError(
-            f"data={name!r} is not known{nearest(name, SOURCES)}; known are {', '.join(SOURCES)}"
+            f"data={shown(name)} is not known{nearest(name, SOURCES)}; known are {', '.join(SOURCES)}"
         )
     return SOURCES[name]
 
@@ -122,11 +122,11 @@ def _root() -> tuple[Path, str]:
     if config.is_file():
         try:
             value = tomllib.loads(config.read_text(encoding="utf-8")).get("data_root")
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise InputError(f"{config} cannot be read: {error}") from None
         if value is not None:
             if not isinstance(value, str) or not value:
-                raise InputError(f"{config}: data_root={value!r} is not accepted; it must be a folder")
+                raise InputError(f"{config}: data_root={shown(value)} is not accepted; it must be a folder")
             return Path(value).expanduser(), str(config)
     return cache_folder() / "data", "the default"
 

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from fadamgc.data.partition import check_integer, check_number, generator
-from fadamgc.errors import InputError
+from fadamgc.errors import InputError, shown
+from fadamgc.machine import check_room
 
 STREAM = 0x73796E74  # "synt" in ASCII
 
@@ -47,9 +48,10 @@ def quadratics(
     check_integer("dim", dim, 1)
     check_number("condition", condition, 1)
     check_number("spread", spread, 0)
+    check_room(f"clients={clients} with dim={dim}", 8 * int(clients) * int(dim) ** 2)
     rng = generator(seed, STREAM)
-    a = condition ** rng.random((clients, dim))
-    c = spread * rng.standard_normal((clients, dim))
+    a = float(condition) ** rng.random((clients, dim))
+    c = float(spread) * rng.standard_normal((clients, dim))
 
     root = np.sqrt(dim * a)
     X = [np.diag(row) for row in root]
@@ -87,26 +89,34 @@ def linear_regression(
     check_number("heterogeneity", heterogeneity, 0)
     check_number("noise", noise, 0)
     low, high = _range(samples)
+    check_room(f"dim={dim}", 8 * int(dim) ** 2)
+    check_room(f"clients={clients} with samples={samples!r}", 8 * int(clients) * int(low) * int(dim))
     rng = generator(seed, STREAM)
     sizes = rng.integers(low, high, size=clients, endpoint=True)
-    if sizes.sum() < dim:
+    total = sum(sizes.tolist())
+    if total < dim:
         raise InputError(
-            f"samples={samples!r} over clients={clients} are {sizes.sum()} in all; dim={dim} needs at least "
+            f"samples={samples!r} over clients={clients} are {total} in all; dim={dim} needs at least "
             f"{dim}, or the optimum is not unique"
         )
+    check_room(f"clients={clients} with samples={samples!r}", 8 * total * int(dim))
 
     w = rng.standard_normal((dim, 1))
     X, Y = [], []
     for size in sizes:
-        w_i = w + heterogeneity * rng.standard_normal((dim, 1))
+        w_i = w + float(heterogeneity) * rng.standard_normal((dim, 1))
         scale = 4.0 ** rng.uniform(-0.5, 0.5, dim)
         X_i = scale * rng.standard_normal((size, dim))
         X.append(X_i)
-        Y.append(X_i @ w_i + noise * rng.standard_normal((size, 1)))
+        Y.append(X_i @ w_i + float(noise) * rng.standard_normal((size, 1)))
 
     A = sum(X_i.T @ X_i / len(X_i) for X_i in X)
     b = sum(X_i.T @ Y_i / len(X_i) for X_i, Y_i in zip(X, Y, strict=True))
-    return _synthetic(X, Y, optimum=np.linalg.solve(A, b)[:, 0])
+    try:
+        optimum = np.linalg.solve(A, b)[:, 0]
+    except np.linalg.LinAlgError as error:
+        raise InputError(f"samples={samples!r} with dim={dim} have no unique optimum: {error}") from None
+    return _synthetic(X, Y, optimum)
 
 
 def _synthetic(X: list[np.ndarray], Y: list[np.ndarray], optimum: np.ndarray) -> Synthetic:
@@ -119,5 +129,5 @@ def _range(samples: int | tuple[int, int]) -> tuple[int, int]:
     check_integer("samples", low, 1)
     check_integer("samples", high, 1)
     if low > high:
-        raise InputError(f"samples={samples!r}; accepted are an integer or (low, high) with low <= high")
+        raise InputError(f"samples={shown(samples)}; accepted are an integer or (low, high) with low <= high")
     return low, high

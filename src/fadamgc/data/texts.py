@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from fadamgc.data import parquet
 from fadamgc.data.sources import Source, files_of, source
-from fadamgc.errors import InputError
+from fadamgc.errors import InputError, cut, shown
 
 log = logging.getLogger("fadamgc")
 
@@ -97,15 +97,11 @@ def collect(
     for some in rows:
         file = some.file
         for column, found in zip(columns, texts, strict=True):
-            try:
-                values = some.columns[column].to_pylist()
-            except UnicodeDecodeError as error:
-                raise InputError(
-                    f"{file}: a text in {column!r}, from row {some.first} on, is no UTF-8 ({error.reason})"
-                ) from None
-            for i, text in enumerate(values):
+            for i, text in enumerate(parquet.values(some, column)):
                 if not isinstance(text, str):
-                    raise InputError(f"{file}: row {some.first + i} has {column}={text!r}, which is no text")
+                    raise InputError(
+                        f"{file}: row {some.first + i} has {column}={shown(text)}, which is no text"
+                    )
                 if not text.strip():
                     raise InputError(f"{file}: row {some.first + i} has an empty text in {column!r}")
                 found.append(text)
@@ -145,10 +141,8 @@ def _checked(rows: Iterator[parquet.Rows], known: Source) -> Iterator[parquet.Ro
     for some in rows:
         parquet.labels(some, known.label, known.classes)
         if known.name == "20_newsgroups":  # some are empty after an earlier removal of headers
-            texts = some.columns[known.inputs[0]]
-            keep = [
-                i for i, text in enumerate(texts.to_pylist()) if not isinstance(text, str) or text.strip()
-            ]
+            texts = parquet.values(some, known.inputs[0])
+            keep = [i for i, text in enumerate(texts) if not isinstance(text, str) or text.strip()]
             some = some._replace(columns={name: column.take(keep) for name, column in some.columns.items()})
         yield some
 
@@ -176,5 +170,5 @@ def _csv(path: Path, columns: Sequence[str], label: str) -> Iterator[parquet.Row
     for column in (*columns, label):
         if names.count(column) != 1:
             what = "no column" if column not in names else "more than one column"
-            raise InputError(f"{path}: there is {what} {column!r}; it has {', '.join(names)}")
+            raise InputError(f"{path}: there is {what} {column!r}; it has {cut(', '.join(names))}")
     yield parquet.Rows(path, 0, {name: table.column(name) for name in (*columns, label)})

@@ -3,6 +3,8 @@ partition (or another synthetic problem), other initial weights, other batches."
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias, assert_never
 
 import numpy as np
@@ -14,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from fadamgc.data import Partition, digits, dirichlet, har, iid, images, natural, shards, texts
 from fadamgc.data.sources import source
 from fadamgc.data.synthetic import Synthetic, linear_regression, quadratics
-from fadamgc.errors import InputError
+from fadamgc.errors import InputError, cut
 from fadamgc.experiments.spec import (
     CustomTask,
     DigitsTask,
@@ -31,6 +33,15 @@ from fadamgc.seeds import seeded
 from fadamgc.task import Pair, Task
 
 Rows: TypeAlias = NDArray[np.int64]
+
+
+@contextmanager
+def _room(setting: str) -> Iterator[None]:
+    """Where a model is made: one that does not fit in memory is the setting's fault."""
+    try:
+        yield
+    except (RuntimeError, MemoryError, OverflowError, TypeError):  # a TypeError: no integer of torch's
+        raise InputError(f"{cut(setting)} is too large for the memory here") from None
 
 
 class Labels(NamedTuple):
@@ -55,10 +66,8 @@ def build_task(spec: TaskSpec, seed: int, validation: float = 0.0) -> Task:
             held = partition(spec, data.train_y, seed)
             rows = [torch.from_numpy(own) for own in held.indices]
             clients: list[Pair] = [(data.train_x[own], data.train_y[own]) for own in rows]
-            try:
+            with _room(f"hidden={list(spec.hidden)}"):
                 model = mlp(64, spec.hidden, 10, seed)
-            except (RuntimeError, MemoryError):
-                raise InputError(f"hidden={list(spec.hidden)} is too large for the memory here") from None
             test = (data.test_x, data.test_y)
             return Task(model, cross_entropy, clients, test, metric="accuracy", name="digits")
         case PicturesTask():
@@ -141,17 +150,18 @@ def _pictures(spec: PicturesTask, seed: int, validation: float) -> Task:
     assert spec.mean is not None
     assert spec.std is not None
     first = PictureInput(spec.mean, spec.std, spec.augment)
-    match spec.model:
-        case "mlp":
-            net = mlp(3 * side * side, [spec.width or 64], outputs, seed)
-        case "cnn":
-            net = convnet(outputs=outputs, width=spec.width or 16, side=side, seed=seed)
-        case "resnet8":
-            net = resnet8(outputs=outputs, norm=spec.norm, width=spec.width or 16, seed=seed)
-        case "resnet18":
-            net = resnet18(outputs=outputs, norm=spec.norm, width=spec.width or 64, seed=seed)
-        case _:
-            assert_never(spec.model)
+    with _room(f"width={spec.width}"):
+        match spec.model:
+            case "mlp":
+                net = mlp(3 * side * side, [spec.width or 64], outputs, seed)
+            case "cnn":
+                net = convnet(outputs=outputs, width=spec.width or 16, side=side, seed=seed)
+            case "resnet8":
+                net = resnet8(outputs=outputs, norm=spec.norm, width=spec.width or 16, seed=seed)
+            case "resnet18":
+                net = resnet18(outputs=outputs, norm=spec.norm, width=spec.width or 64, seed=seed)
+            case _:
+                assert_never(spec.model)
     model = nn.Sequential(first, net)
     test_pair = _tensors(test, test_rows)
     return Task(model, cross_entropy, clients, test_pair, metric="accuracy", name=spec.data)
@@ -218,7 +228,8 @@ def _har(spec: HarTask, seed: int, validation: float) -> Task:
         rows, test_rows = _held_out(data.y.numpy(), rows, validation)
     held = natural(data.subject[rows])
     clients: list[Pair] = [(data.x[rows[own]], data.y[rows[own]]) for own in held.indices]
-    model = cnn1d(channels=9, outputs=6, width=spec.width, seed=seed)
+    with _room(f"width={spec.width}"):
+        model = cnn1d(channels=9, outputs=6, width=spec.width, seed=seed)
     test = (data.x[test_rows], data.y[test_rows])
     return Task(model, cross_entropy, clients, test, metric="accuracy", name="HAR")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fadamgc.algorithms import algorithm_class, make_algorithm
-from fadamgc.errors import InputError, nearest
+from fadamgc.errors import InputError, cut, nearest, shown
 from fadamgc.experiments.spec import (
     RUNNABLE,
     TASKS,
@@ -42,14 +42,22 @@ def load_spec(path: str | Path) -> Spec:
 def parse_spec(text: str, source: str) -> Spec:
     """A spec from the text of a TOML file; messages name the source."""
     try:
-        tables = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise InputError(f"{source}: not TOML: {error}") from None
-    try:
-        return spec_of(tables)
+        return spec_of(parse_toml(text))
     except InputError as error:
         lines = str(error).splitlines()
         raise InputError("\n".join(f"{source}: {line}" for line in lines)) from None
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """The tables of a TOML file."""
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise InputError(f"not TOML: {cut(str(error))}") from None
+    except ValueError as error:  # of Python: an integer of thousands of digits, a day that does not exist
+        raise InputError(f"not TOML: a number or a date is not valid: {cut(str(error))}") from None
+    except RecursionError:
+        raise InputError("not TOML that can be read: lists or tables are nested too deeply") from None
 
 
 def spec_of(tables: dict[str, Any]) -> Spec:
@@ -72,7 +80,7 @@ def preset(name: str) -> Spec:
     """An experiment that comes with the package."""
     if name not in presets():
         raise InputError(
-            f"preset {name!r} is not known{nearest(name, presets())}; known are {', '.join(presets())}"
+            f"preset {shown(name)} is not known{nearest(name, presets())}; known are {', '.join(presets())}"
         )
     file = resources.files("fadamgc.experiments") / "presets" / f"{name}.toml"
     return parse_spec(file.read_text(encoding="utf-8"), f"preset {name}")
@@ -98,7 +106,7 @@ def _spec(tables: dict[str, Any]) -> Spec:
     for key in tables:
         if key not in ("name", "title", *SECTIONS):
             hint = nearest(key, ("name", "title", *SECTIONS))
-            problems.append(f"there is no key or section {key!r}{hint}")
+            problems.append(f"there is no key or section {shown(key)}{hint}")
     for key in ("task", "run", "cost", "tune"):
         if not isinstance(tables.get(key, {}), dict):
             raise InputError(f"{key} must be a table, [{key}]")
@@ -126,12 +134,11 @@ def _task(table: dict[str, Any]) -> TaskSpec:
         raise InputError(f"[task] needs the key 'data', one of {', '.join(map(repr, RUNNABLE))}")
     data = table["data"]
     if not isinstance(data, str) or data not in TASKS:
-        hint = nearest(str(data), RUNNABLE)
-        if str(data).lower().endswith((".csv", ".parquet")):
+        hint = nearest(data, RUNNABLE) if isinstance(data, str) else ""
+        if isinstance(data, str) and data.lower().endswith((".csv", ".parquet")):
             hint = "; for texts of your own, use fadamgc.tasks.text in Python"
-        raise InputError(
-            f"[task] data={data!r} is not accepted; it must be one of {', '.join(map(repr, RUNNABLE))}{hint}"
-        )
+        known = ", ".join(map(repr, RUNNABLE))
+        raise InputError(f"[task] data={shown(data)} is not accepted; it must be one of {known}{hint}")
     return make_section(TASKS[data], table, f"[task] with data='{data}'")
 
 
@@ -147,14 +154,18 @@ def _method(table: dict[str, Any], number: int) -> MethodSpec:
     place = f"[[method]] {number}"
     if "algorithm" not in table:
         raise InputError(f"{place} needs the key 'algorithm'")
-    name = str(table["algorithm"])
+    name = table["algorithm"]
+    if not isinstance(name, str):
+        raise InputError(f"{place}: algorithm={shown(name)} is not accepted; it must be a name")
     own = ("algorithm", "label", "tracked")
     try:
         cls = algorithm_class(name)
         known = [*own, *(field.name for field in dataclasses.fields(cls))]
         for key in table:
             if key not in known:
-                raise InputError(f"{name} has no key {key!r}{nearest(key, known)}; it has {', '.join(known)}")
+                raise InputError(
+                    f"{name} has no key {shown(key)}{nearest(key, known)}; it has {', '.join(known)}"
+                )
         hyperparameters = {key: value for key, value in table.items() if key not in own}
         make_algorithm(name, **hyperparameters)
     except InputError as error:
@@ -163,8 +174,22 @@ def _method(table: dict[str, Any], number: int) -> MethodSpec:
     return make_section(MethodSpec, plain | {"hyperparameters": hyperparameters}, place)
 
 
-def _frozen(value: Any) -> Any:
-    """Lists as tuples, all the way down."""
+DEEPEST = 20  # tables and lists within each other; a spec has three
+INTEGERS = range(-(2**63), 2**63)  # that TOML has
+
+
+def _frozen(value: Any, place: str = "", depth: int = 0) -> Any:
+    """Lists as tuples, all the way down; what TOML does not have, or no spec has, is refused."""
+    if depth > DEEPEST:
+        raise InputError(f"{cut(place, 100)}: lists or tables are nested too deeply")
     if isinstance(value, dict):
-        return {key: _frozen(item) for key, item in value.items()}
-    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+        return {
+            key: _frozen(item, f"{place}.{key}" if place else key, depth + 1) for key, item in value.items()
+        }
+    if isinstance(value, list):
+        return tuple(_frozen(item, place, depth + 1) for item in value)
+    if isinstance(value, int) and value not in INTEGERS:
+        raise InputError(
+            f"{cut(place, 100)}={shown(value)} is not accepted; integers go from -2^63 to 2^63 - 1"
+        )
+    return value

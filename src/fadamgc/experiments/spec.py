@@ -18,7 +18,7 @@ from pydantic import model_validator as after_all
 
 from fadamgc.algorithm import AnyAlgorithm
 from fadamgc.algorithms import algorithms, make_algorithm
-from fadamgc.errors import InputError, nearest
+from fadamgc.errors import InputError, cut, nearest, real, shown
 from fadamgc.escape import UNPRINTABLE
 from fadamgc.experiments.toml import toml_table, toml_value
 from fadamgc.sim.cost import CostModel
@@ -62,7 +62,7 @@ def _executor(name: str) -> str:
 
 
 def _weights(value: object) -> object:
-    numbers = isinstance(value, tuple) and all(type(w) in (int, float) and w > 0 for w in value)
+    numbers = isinstance(value, tuple) and all((real(w) or 0) > 0 for w in value)
     if value not in ("uniform", "size") and not numbers:
         raise ValueError("it must be 'uniform', 'size' or a list of numbers > 0, one for each client")
     return value
@@ -77,12 +77,12 @@ def _samples(value: object) -> object:
 
 def _per_client(value: object) -> object:
     numbers = value if isinstance(value, tuple) else (value,)
-    if not numbers or not all(type(n) in (int, float) for n in numbers):
+    if not numbers or not all(real(n) is not None for n in numbers):
         raise ValueError("it must be a number, or a list of numbers, one for each client")
     return value
 
 
-Count: TypeAlias = Annotated[int, Field(ge=1)]
+Count: TypeAlias = Annotated[int, Field(ge=1, le=2**53)]
 Positive: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative: TypeAlias = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Finite: TypeAlias = Annotated[float, Field(allow_inf_nan=False)]
@@ -119,15 +119,16 @@ class LabelledTask(Section):
     @classmethod
     def _partition_keys(cls, table: Any) -> Any:
         """Each partition has keys of its own: fill in their defaults, refuse the others'."""
-        if not isinstance(table, dict) or table.get("partition", "dirichlet") not in cls.PARTITION:
+        chosen = table.get("partition", "dirichlet") if isinstance(table, dict) else None
+        if not isinstance(chosen, str) or chosen not in cls.PARTITION:
             return table
-        own = cls.PARTITION[table.get("partition", "dirichlet")]
+        own = cls.PARTITION[chosen]
         for kind, keys in cls.PARTITION.items():
             for key in keys:
                 if key not in own and table.get(key) is not None:
                     raise ValueError(
-                        f"{key}={table[key]!r} is a setting of partition='{kind}', "
-                        f"not of '{table.get('partition', 'dirichlet')}'; leave it out"
+                        f"{key}={shown(table[key])} is a setting of partition='{kind}', "
+                        f"not of '{chosen}'; leave it out"
                     )
         return own | {key: value for key, value in table.items() if value is not None}
 
@@ -165,7 +166,9 @@ class PicturesTask(LabelledTask):
     @after_all(mode="before")
     @classmethod
     def _colours(cls, table: Any) -> Any:
-        if not isinstance(table, dict) or table.get("data") not in cls.COLOURS:
+        if not isinstance(table, dict) or not isinstance(table.get("data"), str):
+            return table
+        if table["data"] not in cls.COLOURS:
             return table
         return cls.COLOURS[table["data"]] | {k: v for k, v in table.items() if v is not None}
 
@@ -205,7 +208,7 @@ class TextTask(LabelledTask):
     @after_all(mode="after")
     def _adapters(self) -> TextTask:
         if (self.rank is None) != (self.targets is None):
-            raise ValueError(f"rank={self.rank} and targets={self.targets}: give both, or none")
+            raise ValueError(f"rank={self.rank} and targets={shown(self.targets)}: give both, or none")
         return self
 
 
@@ -381,7 +384,7 @@ class Spec(Section):
         for number, method in enumerate(self.methods, start=1):
             if method.slug in seen:
                 raise ValueError(
-                    f"[[method]] {seen[method.slug]} and {number} are both called {method.label!r}; "
+                    f"[[method]] {seen[method.slug]} and {number} are both called {shown(method.label)}; "
                     "give one of them another label"
                 )
             seen[method.slug] = number
@@ -427,7 +430,8 @@ class Spec(Section):
             if not found:
                 known = [m.algorithm for m in self.methods]
                 raise InputError(
-                    f"method {name!r} is not in the spec{nearest(name, known)}; it has {', '.join(known)}"
+                    f"method {shown(name)} is not in the spec{nearest(name, known)}; "
+                    f"it has {', '.join(known)}"
                 )
             chosen += [m for m in found if m not in chosen]
         return Spec(**{**dict(self), "methods": tuple(m for m in self.methods if m in chosen)})
@@ -466,7 +470,7 @@ def make_section(cls: type[S], table: dict[str, Any], place: str) -> S:
     for key in table:
         if key not in cls.model_fields:
             hint = nearest(key, cls.model_fields) or f"; it has {', '.join(cls.model_fields)}"
-            raise InputError(f"{place} has no key {key!r}{hint}")
+            raise InputError(f"{place} has no key {shown(key)}{hint}")
     return validated(cls, table, place)
 
 
@@ -497,4 +501,4 @@ def _sentence(problem: Mapping[str, Any]) -> str:
         .replace("Tuple should have at least 1 item", "it must not be empty")
     )
     what = re.sub(r" after validation.*", "", what)
-    return f"{where}={toml_value(problem['input'])} is not accepted; {what}"
+    return f"{cut(where, 100)}={cut(toml_value(problem['input']), 120)} is not accepted; {what}"

@@ -79,7 +79,7 @@ class Party:
         states = ClientStates(self.client + 1, state)
         with torch.inference_mode(False):
             result = one(Job(round, self.client, states, tracked, chosen))
-        return Answer(result.state, result.up, result.buffers, float(result.loss), len(chosen.size))
+        return Answer(result.state, result.up, result.buffers, float(result.loss), chosen.steps)
 
 
 def answer(

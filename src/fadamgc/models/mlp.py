@@ -8,6 +8,7 @@ from itertools import pairwise
 from torch import nn
 
 from fadamgc.data.partition import check_integer
+from fadamgc.errors import InputError, listed, shown
 from fadamgc.seeds import seeded
 
 
@@ -23,12 +24,14 @@ def mlp(inputs: int, hidden: Sequence[int], outputs: int, seed: int) -> nn.Modul
     >>> sum(p.numel() for p in mlp(64, [64], 10, seed=0).parameters())
     4810
     """
-    widths = [inputs, *hidden, outputs]
-    for name, width in zip(("inputs", *["hidden"] * len(hidden), "outputs"), widths, strict=True):
+    if (layers := listed(hidden)) is None:
+        raise InputError(f"hidden={shown(hidden)}; accepted is a list of integers, the widths of the layers")
+    widths = [inputs, *layers, outputs]
+    for name, width in zip(("inputs", *["hidden"] * len(layers), "outputs"), widths, strict=True):
         check_integer(name, width, 1)
     check_integer("seed", seed, 0)
-    layers: list[nn.Module] = [nn.Flatten()]
+    modules: list[nn.Module] = [nn.Flatten()]
     with seeded(seed):
         for a, b in pairwise(widths):
-            layers += [nn.Linear(a, b), nn.ReLU()]
-    return nn.Sequential(*layers[:-1])
+            modules += [nn.Linear(a, b), nn.ReLU()]
+    return nn.Sequential(*modules[:-1])

@@ -6,10 +6,8 @@ links and devices without running it again.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from numbers import Real
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -18,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fadamgc.algorithm import AnyAlgorithm, example, stand_in
-from fadamgc.errors import InputError
+from fadamgc.errors import InputError, real, shown
 
 LEAST_MBPS, MOST_SECONDS = 1e-9, 1e9  # beyond these, minutes are no numbers any more
 
@@ -110,23 +108,27 @@ class CostModel:
     def __post_init__(self) -> None:
         for field in fields(self)[:4]:
             value = getattr(self, field.name)
-            if isinstance(value, (list, np.ndarray)):
-                object.__setattr__(self, field.name, value := tuple(float(v) for v in value))
+            if isinstance(value, np.ndarray):
+                value = value.tolist()
+            if isinstance(value, list):
+                value = tuple(v if (number := real(v)) is None else number for v in value)
+                object.__setattr__(self, field.name, value)
             link = field.name.endswith("mbps")
-            if value == ():
+            if isinstance(value, tuple) and not value:
                 raise InputError(
                     f"CostModel.{field.name}=() is empty; give one number, or one for each client"
                 )
-            for number in value if isinstance(value, tuple) else (value,):
-                good = not isinstance(number, bool) and isinstance(number, Real) and not math.isnan(number)
-                if not good or not (number >= LEAST_MBPS if link else 0 <= number <= MOST_SECONDS):
+            for entry in value if isinstance(value, tuple) else (value,):
+                number = real(entry)
+                if number is None or not (number >= LEAST_MBPS if link else 0 <= number <= MOST_SECONDS):
                     accepted = f">= {LEAST_MBPS:g}" if link else f"with 0 <= value <= {MOST_SECONDS:g}"
                     raise InputError(
-                        f"CostModel.{field.name}={number!r} is not accepted; it must be a number {accepted}"
+                        f"CostModel.{field.name}={shown(entry)} is not accepted; "
+                        f"it must be a number {accepted}"
                     )
-        if self.per_round not in ("mean", "slowest"):
+        if not isinstance(self.per_round, str) or self.per_round not in ("mean", "slowest"):
             raise InputError(
-                f"CostModel.per_round={self.per_round!r} is not accepted; it must be 'mean' or 'slowest'"
+                f"CostModel.per_round={shown(self.per_round)} is not accepted; it must be 'mean' or 'slowest'"
             )
 
     def check(self, n: int) -> None:

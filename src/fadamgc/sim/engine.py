@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
-import reprlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from operator import index
 from pathlib import Path
-from types import SimpleNamespace
+from types import NoneType, SimpleNamespace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -19,7 +18,7 @@ import torch
 
 from fadamgc.algorithm import Algorithm, AnyAlgorithm, stand_in
 from fadamgc.algorithms import algorithm_name
-from fadamgc.errors import CheckpointError, InputError, NonFiniteError
+from fadamgc.errors import CheckpointError, InputError, NonFiniteError, listed, shown
 from fadamgc.sim.aggregate import Sums, all_finite, finite, in_order
 from fadamgc.sim.checkpoint import Checkpoint
 from fadamgc.sim.cost import CostModel, Work, traffic
@@ -147,16 +146,21 @@ def prepare(*arguments: Any, make: Makers | None = None, **named: Any) -> tuple[
     given.apply_defaults()
     a = SimpleNamespace(**given.arguments)
     if not isinstance(a.algorithm, Algorithm):
-        raise InputError(f"algorithm={a.algorithm!r} is not an algorithm; give one such as fadamgc.FAdamGC()")
+        raise InputError(
+            f"algorithm={shown(a.algorithm)} is not an algorithm; give one such as fadamgc.FAdamGC()"
+        )
     if not isinstance(a.task, Task):
         raise InputError(f"task={type(a.task).__name__} is not a task; give a fadamgc.Task")
     if a.cost is not None and not isinstance(a.cost, CostModel):
-        raise InputError(f"cost={a.cost!r} is not a cost model; give a fadamgc.CostModel")
-    hooks = list(a.callbacks) if isinstance(a.callbacks, Iterable) else [a.callbacks]
+        raise InputError(f"cost={shown(a.cost)} is not a cost model; give a fadamgc.CostModel")
+    hooks = [a.callbacks] if (several := listed(a.callbacks)) is None else several
     if not all(map(callable, hooks)):
-        raise InputError(f"callbacks={a.callbacks!r} are not functions of a RoundEnd")
+        raise InputError(f"callbacks={shown(a.callbacks)} are not functions of a RoundEnd")
     if a.target is not None and a.task.test is None:
-        raise InputError(f"target={a.target!r} without test data; give the task a test set")
+        raise InputError(f"target={shown(a.target)} without test data; give the task a test set")
+    for name in ("resume", "progress"):
+        if not isinstance(getattr(a, name), (bool, int, np.bool_, NoneType)):
+            raise InputError(f"{name}={shown(getattr(a, name))} is not accepted; it must be True or False")
     if a.resume and a.checkpoint is None:
         raise InputError("resume=True without checkpoint; say which folder to go on from")
     draws = None if a.schedule is None else _draws(a.schedule)
@@ -182,6 +186,8 @@ def prepare(*arguments: Any, make: Makers | None = None, **named: Any) -> tuple[
     settings.check(a.task.n, [len(x) for x, _ in a.task.pairs], a.algorithm)
     cost = a.cost or CostModel()
     cost.check(a.task.n)
+    if a.checkpoint is not None and not isinstance(a.checkpoint, (str, Path)):
+        raise InputError(f"checkpoint={shown(a.checkpoint)} is not accepted; it must be the path of a folder")
     store = None if a.checkpoint is None else Path(a.checkpoint)
     engine = Engine(
         a.algorithm,
@@ -191,7 +197,7 @@ def prepare(*arguments: Any, make: Makers | None = None, **named: Any) -> tuple[
         a.device,
         a.executor,
         store,
-        a.resume,
+        bool(a.resume),
         a.states,
         make or Makers(),
     )
@@ -330,8 +336,10 @@ class Engine:
 
     def _where(self, states: str) -> str:
         """Where the clients' states are to be."""
-        if states not in ("auto", "memory", "files"):
-            raise InputError(f"states={states!r} is not accepted; it must be 'auto', 'memory' or 'files'")
+        if not isinstance(states, str) or states not in ("auto", "memory", "files"):
+            raise InputError(
+                f"states={shown(states)} is not accepted; it must be 'auto', 'memory' or 'files'"
+            )
         if states != "auto":
             return states
         plan, algo, x = self.plan(), self.algorithm, stand_in(self.problem.flat.d, self.problem.x0.dtype)
@@ -399,7 +407,7 @@ class Engine:
                     raise NonFiniteError(job.client, t, first_nonfinite_step(job), "update")
                 dropped.append(job.client)
                 continue
-            sums.add(job.client, len(job.batches.size), result.up, result.buffers, result.loss)
+            sums.add(job.client, job.batches.steps, result.up, result.buffers, result.loss)
             staged[job.client] = self.clients.stage(result.state)
         self._check_left(t, jobs, dropped)
         server = sums.aggregate(algo, self.server, problem.n)
@@ -462,7 +470,7 @@ class Engine:
 
     def _work(self, t: int, who: Draw, jobs: Sequence[Job]) -> tuple[Work, ...]:
         extra = self.algorithm.round_gradient
-        steps = [len(job.batches.size) + (self._pass(job.client) if extra else 0) for job in jobs]
+        steps = [job.batches.steps + (self._pass(job.client) if extra else 0) for job in jobs]
         return (*(self.setup if t == 1 else ()), self.traffic.work(who.sampled, who.tracked, steps))
 
     def identity(self) -> dict[str, Any]:
@@ -507,13 +515,14 @@ class Engine:
 
 def _draws(schedule: Sequence[tuple[Sequence[int], Sequence[int]]]) -> tuple[Draw, ...]:
     draws = []
-    for t, entry in enumerate(schedule, start=1):
+    if (entries := listed(schedule)) is None:
+        raise InputError(f"schedule={shown(schedule)} is not a list of pairs ([sampled ids], [tracked ids])")
+    for t, entry in enumerate(entries, start=1):
         try:
             sampled, tracked = (tuple(sorted(index(i) for i in ids)) for ids in entry)
         except (TypeError, ValueError) as error:
             raise InputError(
-                f"schedule of round {t} is {reprlib.repr(entry)}, "
-                f"not a pair ([sampled ids], [tracked ids]): {error}"
+                f"schedule of round {t} is {shown(entry)}, not a pair ([sampled ids], [tracked ids]): {error}"
             ) from None
         draws.append(Draw(sampled, tracked))
     return tuple(draws)
@@ -522,9 +531,9 @@ def _draws(schedule: Sequence[tuple[Sequence[int], Sequence[int]]]) -> tuple[Dra
 def _numbers(name: str, values: Any) -> tuple[float, ...]:
     try:
         return tuple(float(value) for value in values)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise InputError(
-            f"{name}={values!r} is not accepted; it must be 'uniform', 'size' or a number a client"
+            f"{name}={shown(values)} is not accepted; it must be 'uniform', 'size' or one number per client"
         ) from None
 
 

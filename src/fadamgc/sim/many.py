@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from fadamgc.errors import FadamgcError, InputError, NonFiniteError, nearest, whole
+from fadamgc.errors import FadamgcError, InputError, NonFiniteError, listed, nearest, reason, shown, whole
 from fadamgc.sim.engine import Engine, Hooks, Makers, prepare, simulate, stops
 from fadamgc.sim.executors import Executor, ExecutorChoice, Plan, VectorizedExecutor, make_executor
 from fadamgc.sim.problem import Problem
@@ -62,9 +62,11 @@ def simulate_many(
         [3, 3, 3, 3]
     """
     whole("workers", workers, 1)
-    if errors not in ("raise", "return"):
-        raise InputError(f"errors={errors!r} is not accepted; it must be 'raise' or 'return'")
-    every = [_arguments(i, own, common) for i, own in enumerate(runs)]
+    if not isinstance(errors, str) or errors not in ("raise", "return"):
+        raise InputError(f"errors={shown(errors)} is not accepted; it must be 'raise' or 'return'")
+    if (each := listed(runs)) is None:
+        raise InputError(f"runs={shown(runs)} is not accepted; give a list of dicts of arguments of simulate")
+    every = [_arguments(i, own, common) for i, own in enumerate(each)]
     _check_folders(every)
     count = min(workers, len(every))
     if count <= 1:
@@ -75,13 +77,15 @@ def simulate_many(
 def _arguments(i: int, own: Any, common: Mapping[str, Any]) -> dict[str, Any]:
     known = [name for name in inspect.signature(simulate).parameters if name != "progress"]
     if not isinstance(own, Mapping):
-        raise InputError(f"runs[{i}]={own!r} is not accepted; give a dict of arguments of simulate")
+        raise InputError(f"runs[{i}]={shown(own)} is not accepted; give a dict of arguments of simulate")
     every = {**common, **own}
-    if common.get("checkpoint") is not None and "checkpoint" not in own:
+    if isinstance(common.get("checkpoint"), (str, Path)) and "checkpoint" not in own:
         every["checkpoint"] = Path(common["checkpoint"]) / f"run-{i}"
     for name in every:
         if name not in known:
-            raise InputError(f"runs[{i}]: {name!r} is no argument of simulate{nearest(str(name), known)}")
+            raise InputError(
+                f"runs[{i}]: {shown(name)} is no argument of simulate{nearest(str(name), known)}"
+            )
     for name in ("algorithm", "task"):
         if name not in every:
             raise InputError(f"runs[{i}] has no {name}; give it there, or to all runs as {name}=...")
@@ -92,8 +96,8 @@ def _check_folders(every: list[dict[str, Any]]) -> None:
     """Refuse a checkpoint folder that two runs would share."""
     owners: dict[Path, int] = {}
     for i, arguments in enumerate(every):
-        if arguments.get("checkpoint") is None:
-            continue
+        if not isinstance(arguments.get("checkpoint"), (str, Path)):
+            continue  # none, or one that simulate refuses
         first = owners.setdefault(Path(arguments["checkpoint"]).resolve(), i)
         if first != i:
             raise InputError(
@@ -108,7 +112,9 @@ def _in_processes(every: list[dict[str, Any]], errors: str, count: int) -> list[
     try:
         parts = [pickle.dumps(every[a:b]) for a, b in pairwise(bounds)]
     except Exception as error:
-        raise InputError(f"workers={count} needs runs that can be pickled; use workers=1: {error}") from error
+        raise InputError(
+            f"workers={count} needs runs that can be pickled; use workers=1: {reason(error)}"
+        ) from error
     with ProcessPoolExecutor(count, get_context("spawn")) as pool:
         futures = [pool.submit(_work, part, errors) for part in parts]
         return [run for future in futures for run in pickle.loads(future.result())]

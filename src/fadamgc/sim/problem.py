@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call, vmap
 
-from fadamgc.errors import ClientError, InputError
+from fadamgc.errors import ClientError, InputError, reason, shown
 from fadamgc.flat import Flat
 from fadamgc.seeds import seeded
 from fadamgc.sim.sampling import EVALUATION, GRADIENT, torch_seed
@@ -52,8 +52,10 @@ class Problem:
             try:
                 self.device = torch.device(device)
                 module = module.to(device=self.device)
-            except (RuntimeError, AssertionError) as error:
-                raise InputError(f"device={device!r} cannot be used here: {error}") from error
+            except (RuntimeError, AssertionError, TypeError, ValueError, OverflowError) as error:
+                raise InputError(f"device={shown(device)} cannot be used here: {reason(error)}") from error
+            if self.device.type == "meta":
+                raise InputError("device='meta' cannot be used here: tensors have no values there")
         self.module = module.requires_grad_(False)
         self.x0 = self.flat.flatten(self.module)
         if self.mixed:
@@ -205,7 +207,8 @@ class Problem:
                     g, _ = self.gradient(x, scratch, inputs, targets)
                 except Exception as error:
                     raise ClientError(
-                        f"model or loss failed for client {client}, round {t}, on its whole data: {error}"
+                        f"model or loss failed for client {client}, round {t}, on its whole data: "
+                        f"{reason(error)}"
                     ) from error
                 total = total + g * (len(inputs) / size)
         return total
@@ -222,10 +225,12 @@ class Problem:
             with seeded(torch_seed(seed, EVALUATION, t)):
                 chunks = torch.split(inputs, CHUNK)
                 pieces = [functional_call(self.module, state, (chunk.clone(),)) for chunk in chunks]
+            output = torch.cat(pieces)
+            values = {"test_loss": float(self.task.loss(output, targets))}
+        except Exception as error:
+            raise InputError(f"model or loss failed on the test data: {reason(error)}") from error
         finally:
             self.module.train()
-        output = torch.cat(pieces)
-        values = {"test_loss": float(self.task.loss(output, targets))}
         if self.task.metric == "accuracy":
             values["test_accuracy"] = float((output.argmax(dim=1) == targets).double().mean())
             values["test_metric"] = values["test_accuracy"]
@@ -238,7 +243,7 @@ class Problem:
             except Exception as error:
                 raise InputError(
                     f"metric={self.task.metric!r} must return a number for outputs of shape "
-                    f"{tuple(output.shape)} and targets of shape {tuple(targets.shape)}: {error}"
+                    f"{tuple(output.shape)} and targets of shape {tuple(targets.shape)}: {reason(error)}"
                 ) from error
         return values
 

@@ -8,6 +8,9 @@ whether the run was interrupted.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -55,11 +58,100 @@ def draw(seed: int, t: int, n: int, S: int, tracked: int) -> Draw:
     )
 
 
-class Batches(NamedTuple):
-    """The mini-batches of one client in one round: step k uses ``rows[k, :size[k]]``."""
+POSITIONS, SMALL = 1 << 20, 1 << 12  # samples whose positions are made at once, and where that is cheap
 
-    rows: NDArray[np.int64]  # (K, B), positions in the client's own data; padded with valid positions
-    size: NDArray[np.int64]  # (K,)
+
+@dataclass(frozen=True)
+class Batches:
+    """The mini-batches of one client in one round, drawn while they are read: K may be any number.
+
+    Attributes:
+        steps: how many there are, K.
+        width: samples in a full batch, B.
+        samples: of the client.
+        address: (seed, t, client) of the random orders; None: the client's own order, again and again.
+        period: the last of every so many batches is that of an epoch,
+        last: and has this many samples.
+    """
+
+    steps: int
+    width: int
+    samples: int
+    address: tuple[int, int, int] | None = None
+    period: int = 1
+    last: int = 0
+
+    def __post_init__(self) -> None:
+        if self.period == 1:
+            object.__setattr__(self, "last", self.width)
+
+    @property
+    def even(self) -> bool:
+        """Whether all batches are full."""
+        return self.period == 1
+
+    @property
+    def total(self) -> int:
+        """Samples of all batches together."""
+        return self.steps * self.width - self.steps // self.period * (self.width - self.last)
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """What the sizes of all batches depend on: two that are equal have the same sizes."""
+        return self.steps, self.width, self.period, self.last
+
+    def size_of(self, first: int, last: int) -> NDArray[np.int64]:
+        """Samples in each of the batches first .. last - 1."""
+        ends = np.arange(first + 1, last + 1) % self.period == 0
+        return np.where(ends, self.last, self.width)
+
+    def __iter__(self) -> Iterator[NDArray[np.int64]]:
+        """Positions in the client's own data, batch by batch."""
+        read, some = self.reader(), max(1, POSITIONS // self.width)
+        for first in range(0, self.steps, some):
+            last = min(first + some, self.steps)
+            sizes = self.size_of(first, last).tolist()
+            for rows, size in zip(read(last - first), sizes, strict=True):
+                yield rows[:size]
+
+    def reader(self) -> Callable[[int], NDArray[np.int64]]:
+        """A function that gives the next k batches, (k, B); short ones are padded with valid positions."""
+        orders = self._orders()
+        rest = np.empty(0, dtype=np.int64)
+
+        def read(k: int) -> NDArray[np.int64]:
+            nonlocal rest
+            parts, missing = [rest], k * self.width - len(rest)
+            while missing > 0:
+                parts.append(next(orders))
+                missing -= len(parts[-1])
+            order = np.concatenate(parts)
+            rest = order[k * self.width :]
+            return order[: k * self.width].reshape(k, self.width)
+
+        return read
+
+    def _orders(self) -> Iterator[NDArray[np.int64]]:
+        """The client's data in a fresh order, again and again, padded to whole batches after an epoch."""
+        everything = np.arange(self.samples, dtype=np.int64)
+        if self.address is None:
+            yield from repeat(np.tile(everything, max(1, SMALL // self.samples)))
+            return
+        seed, t, client = self.address
+        random = generator(seed, BATCHES, t, client)
+        while True:
+            order = random.permutation(self.samples)
+            yield np.concatenate([order, np.repeat(order[:1], self.width - self.last)])
+
+    @property
+    def rows(self) -> NDArray[np.int64]:
+        """All batches at once, (K, B), for few steps: step k uses ``rows[k, :size[k]]``."""
+        return self.reader()(self.steps)
+
+    @property
+    def size(self) -> NDArray[np.int64]:
+        """Samples in each batch, (K,)."""
+        return self.size_of(0, self.steps)
 
 
 def steps_of(samples: int, batch_size: int | None, local_steps: int | None, local_epochs: int | None) -> int:
@@ -88,20 +180,8 @@ def batches(
     """
     K = steps_of(samples, batch_size, local_steps, local_epochs)
     if batch_size is None or samples <= batch_size:
-        everything = np.arange(samples, dtype=np.int64)
-        return Batches(np.broadcast_to(everything, (K, samples)), np.full(K, samples, dtype=np.int64))
-    random = generator(seed, BATCHES, t, client)
-    if local_epochs is None:
-        walks = math.ceil(K * batch_size / samples)
-        order = np.concatenate([random.permutation(samples) for _ in range(walks)])
-        index = order[: K * batch_size].reshape(K, batch_size)
-        return Batches(index, np.full(K, batch_size, dtype=np.int64))
-    per_epoch = K // local_epochs
-    index = np.empty((local_epochs, per_epoch * batch_size), dtype=np.int64)
-    for epoch in index:
-        order = random.permutation(samples)
-        epoch[:samples] = order
-        epoch[samples:] = order[0]
-    size = np.full((local_epochs, per_epoch), batch_size, dtype=np.int64)
-    size[:, -1] = samples - (per_epoch - 1) * batch_size
-    return Batches(index.reshape(K, batch_size), size.reshape(K))
+        return Batches(K, samples, samples)
+    address, rest = (seed, t, client), samples % batch_size
+    if local_epochs is None or not rest:
+        return Batches(K, batch_size, samples, address)
+    return Batches(K, batch_size, samples, address, period=K // local_epochs, last=rest)

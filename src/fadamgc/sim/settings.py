@@ -5,15 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from fadamgc.algorithm import AnyAlgorithm
-from fadamgc.errors import InputError, whole
+from fadamgc.errors import InputError, real, shown, whole
 from fadamgc.sim.sampling import Draw, draw, steps_of
+from fadamgc.task import DTYPES
+
+MOST = 2**53  # rounds, clients, steps, samples: what is counted in floats as well
+MOST_SEED = 2**128 - 1
+LEAST_WEIGHT = 1e-30  # of the mean weight: what a client sends is multiplied by it, in float32
 
 
 @dataclass(frozen=True)
@@ -36,12 +40,12 @@ class Settings:
     dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        least = {"rounds": 0, "tracked": 0, "seed": 0}
+        least, most = {"rounds": 0, "tracked": 0, "seed": 0}, {"seed": MOST_SEED}
         optional = ("sampled", "tracked", "local_steps", "local_epochs", "batch_size")
         for name in ("rounds", "seed", "eval_every", "checkpoint_every", *optional):
             value = getattr(self, name)
             if value is not None or name not in optional:
-                object.__setattr__(self, name, whole(name, value, least.get(name, 1)))
+                object.__setattr__(self, name, whole(name, value, least.get(name, 1), most.get(name, MOST)))
         if self.local_steps is None and self.local_epochs is None:
             raise InputError("local_steps=None and local_epochs=None; give one of them")
         if self.local_steps is not None and self.local_epochs is not None:
@@ -49,20 +53,21 @@ class Settings:
                 f"local_steps={self.local_steps} and local_epochs={self.local_epochs} are both given; "
                 "give one of them"
             )
-        if self.on_nonfinite not in ("error", "drop"):
+        if not isinstance(self.on_nonfinite, str) or self.on_nonfinite not in ("error", "drop"):
             raise InputError(
-                f"on_nonfinite={self.on_nonfinite!r} is not accepted; it must be 'error' or 'drop'"
+                f"on_nonfinite={shown(self.on_nonfinite)} is not accepted; it must be 'error' or 'drop'"
             )
         target: Any = self.target
         if target is not None:
-            if not isinstance(target, Real) or not math.isfinite(target):
-                raise InputError(f"target={target!r} is not accepted; it must be a finite number")
-            object.__setattr__(self, "target", float(target))
+            number = real(target)
+            if number is None or not math.isfinite(number):
+                raise InputError(f"target={shown(target)} is not accepted; it must be a finite number")
+            object.__setattr__(self, "target", number)
         dtype: Any = self.dtype
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in DTYPES):
             raise InputError(
-                f"dtype={dtype!r} is not accepted; it must be a type of floating-point numbers such as "
-                "torch.float32"
+                f"dtype={shown(dtype)} is not accepted; it must be a type of floating-point numbers such as "
+                f"torch.float32, of at least 16 bits"
             )
 
     def check(self, n: int, sizes: Sequence[int], algorithm: AnyAlgorithm) -> None:
@@ -81,9 +86,23 @@ class Settings:
                     f"weights must be 'uniform', 'size' or {n} numbers > 0, one for each client; "
                     f"got {len(self.weights)} numbers" + (f", among them {bad[0]}" if bad else "")
                 )
+            with np.errstate(over="ignore", invalid="ignore"):
+                scaled = self.weight_of(np.empty(0)) or []
+            if not all(math.isfinite(w) and w >= LEAST_WEIGHT for w in scaled):
+                raise InputError(
+                    f"weights from {min(self.weights)} to {max(self.weights)} cannot be scaled to a mean "
+                    f"of 1: they are too small, or one is below {LEAST_WEIGHT:g} of their mean; "
+                    "give numbers nearer to 1"
+                )
         elif self.weights not in ("uniform", "size"):
             raise InputError(
-                f"weights={self.weights!r} is not accepted; it must be 'uniform', 'size' or a number a client"
+                f"weights={shown(self.weights)} is not accepted; it must be 'uniform', 'size' or one number "
+                "per client"
+            )
+        K = self.steps(max(sizes))
+        if K > MOST:
+            raise InputError(
+                f"local_epochs={self.local_epochs} is {K} local steps of a client; at most {MOST} can be made"
             )
         if algorithm.full_participation:
             self._check_full_participation(n, sizes, type(algorithm).__name__)
@@ -107,7 +126,7 @@ class Settings:
                         f"schedule of round {t}: {name} client {outside[0]} is not in 0..{n - 1}"
                     )
                 if len(set(ids)) != len(ids):
-                    raise InputError(f"schedule of round {t}: a client is {name} twice in {list(ids)}")
+                    raise InputError(f"schedule of round {t}: a client is {name} twice in {shown(list(ids))}")
             extra = sorted(set(tracked) - set(sampled))
             if extra:
                 raise InputError(f"schedule of round {t}: client {extra[0]} is tracked but not sampled")
@@ -127,7 +146,7 @@ class Settings:
         if len({self.steps(int(size)) for size in sizes}) > 1:
             raise InputError(f"{name} needs the same number of local steps at every client; use local_steps")
         if self.weights != "uniform":
-            raise InputError(f"{name} needs weights='uniform'; got weights={self.weights!r}")
+            raise InputError(f"{name} needs weights='uniform'; got weights={shown(self.weights)}")
         if self.on_nonfinite == "drop":
             raise InputError(f"{name} cannot go on without a client; use on_nonfinite='error'")
 

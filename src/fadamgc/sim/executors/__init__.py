@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeAlias
 
-from fadamgc.errors import InputError, nearest
+from fadamgc.errors import InputError, nearest, shown
 from fadamgc.sim.executors.auto import choose
 from fadamgc.sim.executors.base import Executor, Job, Plan, Result, Round
 from fadamgc.sim.executors.loop import LoopExecutor
@@ -44,12 +44,12 @@ def make_executor(
     """
     if callable(choice):
         return choice(problem)
-    if choice == "auto":
+    if isinstance(choice, str) and choice == "auto":
         return choose(problem, plan)
-    if choice not in EXECUTORS:
+    if not isinstance(choice, str) or choice not in EXECUTORS:
         known = ["auto", *EXECUTORS]
-        hint = nearest(str(choice), known)
-        raise InputError(f"executor={choice!r} is not known{hint}; known are {', '.join(known)}")
+        hint = nearest(choice, known) if isinstance(choice, str) else ""
+        raise InputError(f"executor={shown(choice)} is not known{hint}; known are {', '.join(known)}")
     if choice == "threads":
         return ThreadsExecutor(problem, plan, compile=compiled)
     if choice == "vectorized":

@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -110,9 +109,8 @@ def _jobs(problem: Problem, plan: Plan, count: int, steps: int) -> list[Job]:
     down = algo.broadcast(algo.init_server(x, g))
     round = Round(problem, algo, seed=0, t=0, down=down, buffers=problem.buffers0)
     states = ClientStates(problem.n, algo.init_client(x, g))
-    rows = np.resize(np.arange(plan.batch), (steps, plan.batch))
-    size = np.full(steps, plan.batch)
+    clients = [i % problem.n for i in range(count)]
     return [
-        Job(round, i % problem.n, states, True, Batches(rows % problem.size[i % problem.n], size))
-        for i in range(count)
+        Job(round, i, states, True, Batches(steps, plan.batch, min(plan.batch, int(problem.size[i]))))
+        for i in clients
     ]

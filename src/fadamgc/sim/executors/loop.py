@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from fadamgc.errors import ClientError
+from fadamgc.errors import ClientError, reason
 from fadamgc.seeds import seeded
 from fadamgc.sim.executors.base import Job, Plan, Result
 from fadamgc.sim.problem import Problem
@@ -39,7 +39,7 @@ def first_nonfinite_step(job: Job) -> int | None:
     """Replay a client's round, and tell the first step (from 1) whose outcome is not finite."""
     for k, (tensors, _) in enumerate(steps(job), start=1):
         if not all(bool(torch.isfinite(t).all()) for t in tensors):
-            return min(k, len(job.batches.size))
+            return min(k, job.batches.steps)
     return None
 
 
@@ -47,7 +47,7 @@ def steps(job: Job) -> Iterator[tuple[tuple[Tensor, ...], Result | None]]:
     """The client's round as a sequence: what each step left behind, then the result."""
     round, client = job.round, job.state
     algo, down, problem = round.algorithm, round.down, round.problem
-    K, start = len(job.batches.size), int(problem.start[job.client])
+    K, start = job.batches.steps, int(problem.start[job.client])
     buffers = {name: value.clone() for name, value in round.buffers.items()}
     g_x = None
     if algo.round_gradient:
@@ -55,9 +55,8 @@ def steps(job: Job) -> Iterator[tuple[tuple[Tensor, ...], Result | None]]:
     x, loss_sum = down.x, torch.zeros((), dtype=problem.x0.dtype, device=problem.device)
     local = algo.begin(down, client, g_x)
     with seeded(torch_seed(round.seed, FORWARD, round.t, job.client)):
-        for k in range(K):
-            rows = torch.from_numpy(job.batches.rows[k, : job.batches.size[k]] + start)
-            rows = rows.to(problem.device)
+        for k, batch in enumerate(job.batches):
+            rows = torch.from_numpy(batch + start).to(problem.device)
             try:
                 g, loss = problem.gradient(x, buffers, problem.inputs[rows], problem.targets[rows])
             except Exception as error:
@@ -74,5 +73,5 @@ def failure(job: Job, k: int, size: int, error: Exception) -> ClientError:
     """What to say of a model or loss that failed at step k (from 0) of a client."""
     return ClientError(
         f"model or loss failed for client {job.client} in round {job.round.t}, "
-        f"at local step {k + 1}, on a batch of {size}: {error}"
+        f"at local step {k + 1}, on a batch of {size}: {reason(error)}"
     )

@@ -126,10 +126,10 @@ def deal(jobs: Sequence[Job], workers: int) -> list[deque[Job]]:
     """Jobs for each worker, so that all have about the same to do."""
     hands: list[deque[Job]] = [deque() for _ in range(min(workers, len(jobs)))]
     load = [0] * len(hands)
-    for job in sorted(jobs, key=lambda job: -int(job.batches.size.sum())):
+    for job in sorted(jobs, key=lambda job: -job.batches.total):
         least = load.index(min(load))
         hands[least].append(job)
-        load[least] += int(job.batches.size.sum())
+        load[least] += job.batches.total
     return hands
 
 
@@ -184,13 +184,13 @@ class Place:
         self.x.copy_(down.x)
         self._set_buffers(round.buffers)
         loss_sum = torch.zeros((), dtype=problem.x0.dtype)
-        K, start = len(job.batches.size), int(problem.start[job.client])
+        K, start = job.batches.steps, int(problem.start[job.client])
         generator = torch.Generator().manual_seed(torch_seed(round.seed, FORWARD, round.t, job.client))
         with DrawFrom(generator) if problem.random else nullcontext():
-            for k in range(K):
+            for k, batch in enumerate(job.batches):
                 if stop.is_set():
                     return None
-                rows = torch.from_numpy(job.batches.rows[k, : job.batches.size[k]] + start)
+                rows = torch.from_numpy(batch + start)
                 try:
                     loss_sum += self._gradient(problem.inputs[rows], problem.targets[rows])
                 except Exception as error:

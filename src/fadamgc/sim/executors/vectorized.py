@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -206,7 +205,7 @@ class VectorizedExecutor:
 
         groups: dict[Any, list[Job]] = {}
         for job in jobs:
-            shape = self._width(job) if self.samplewise else tuple(job.batches.size.tolist())
+            shape = self._width(job) if self.samplewise else job.batches.sizes
             groups.setdefault((self._kind(job.round.algorithm).text, shape), []).append(job)
         yield from groups.values()
 
@@ -221,7 +220,7 @@ class VectorizedExecutor:
     def _run_block(self, jobs: list[Job], lanes: int) -> list[Result]:
         problem, algo = self.problem, jobs[0].round.algorithm
         C, device = len(jobs), problem.device
-        each = np.array([len(job.batches.size) for job in jobs])
+        each = np.array([job.batches.steps for job in jobs])
         hyper = [
             [float(getattr(job.round.algorithm, name)) for job in jobs] for name in self._kind(algo).lifted
         ]
@@ -305,30 +304,31 @@ class VectorizedExecutor:
         has weight 0 and repeats a row of the client's own, so that it is data like any other.
         """
         problem = self.problem
-        B, padded = self._width(jobs[0]) if self.samplewise else (jobs[0].batches.rows.shape[1], False)
-        K, least = int(each.max()), int(each.min())
-        rows = np.zeros((K, len(jobs), B), dtype=np.int64)
-        size = np.full((K, len(jobs)), B, dtype=np.int64)
-        for c, job in enumerate(jobs):
-            k, b = job.batches.rows.shape
-            rows[:k, c, :b] = job.batches.rows
-            size[:k, c] = job.batches.size
-        weights = None
-        if padded:
-            shares = (np.arange(B) < size[:, :, None]) / size[:, :, None]
-            weights = torch.from_numpy(shares).to(problem.x0)
+        B, padded = self._width(jobs[0]) if self.samplewise else (jobs[0].batches.width, False)
+        least = int(each.min())
         sample = problem.inputs[:1].numel() * problem.inputs.element_size()
-        chunk = max(1, BATCHES // (len(jobs) * B * sample))
-        cuts = {*range(0, K, chunk), K, least}
-        if not self.samplewise:  # the block's batches have the same sizes, which may change
-            cuts |= set((np.flatnonzero(np.diff(size[:, 0])) + 1).tolist())
-        for first, last in pairwise(sorted(cuts)):
-            width = B if self.samplewise else int(size[first, 0])
-            inputs, targets = _gather(jobs, rows[first:last, :, :width])
+        chunk = max(1, BATCHES // (len(jobs) * B * max(1, sample)))
+        readers = [job.batches.reader() for job in jobs]
+        # The batches of a block have the same sizes where they are not padded; those may change.
+        period = 1 if self.samplewise else jobs[0].batches.period
+        for first, last in _cuts(int(each.max()), chunk, least, period):
+            rows = np.zeros((last - first, len(jobs), B), dtype=np.int64)
+            size = np.full((last - first, len(jobs)), B, dtype=np.int64)
+            for c, (job, read) in enumerate(zip(jobs, readers, strict=True)):
+                k = min(last, job.batches.steps) - first
+                if k > 0:
+                    rows[:k, c, : job.batches.width] = read(k)
+                    size[:k, c] = job.batches.size_of(first, first + k)
+            width = B if self.samplewise else int(size[0, 0])
+            inputs, targets = _gather(jobs, rows[:, :, :width])
+            weights = None
+            if padded:
+                shares = (np.arange(B) < size[:, :, None]) / size[:, :, None]
+                weights = torch.from_numpy(shares).to(problem.x0)
             active = None
             if first >= least:  # some clients have no more steps to do
                 active = torch.from_numpy(each > np.arange(first, last)[:, None]).to(problem.device)
-            yield Batch(inputs, targets, None if weights is None else weights[first:last], active)
+            yield Batch(inputs, targets, weights, active)
 
     def _width(self, job: Job) -> tuple[int, bool]:
         """How many samples a client's batches have with padding, and whether they may have padding.
@@ -337,8 +337,8 @@ class VectorizedExecutor:
         """
         if self.plan is not None and not self.plan.whole:
             return self.plan.batch, self.plan.ragged
-        width = 1 << (job.batches.rows.shape[1] - 1).bit_length()  # few shapes, however the sizes vary
-        return width, bool((job.batches.size != width).any())
+        width = 1 << (job.batches.width - 1).bit_length()  # few shapes, however the sizes vary
+        return width, job.batches.width != width or not job.batches.even
 
     def _graph(
         self,
@@ -437,6 +437,24 @@ def _stack(states: list[Any]) -> Any:
 def _whole_gradient(job: Job) -> Tensor:
     problem, _, seed, t, down, buffers = job.round
     return problem.whole_gradient(down.x, buffers, job.client, seed, t)
+
+
+def _cuts(K: int, chunk: int, least: int, period: int) -> Iterator[tuple[int, int]]:
+    """Runs of steps first .. last - 1 that are gathered at once.
+
+    No run is longer than a chunk, has steps before and after ``least``, or has an epoch's last batch
+    together with another.
+    """
+    first = 0
+    while first < K:
+        last = min(K, first - first % chunk + chunk)
+        if first < least:
+            last = min(last, least)
+        if period > 1:
+            before_last = first - first % period + period - 1
+            last = min(last, before_last if first < before_last else first + 1)
+        yield first, last
+        first = last
 
 
 def _gather(jobs: list[Job], rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,47 @@
+"""A few seconds of each kind of bad input; ``make fuzz`` has as many as one likes."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("resource")  # and with it, fork
+
+
+def fuzz(*arguments):
+    command = [sys.executable, "-m", "tests.fuzz", "--seed", "0", *arguments]
+    return subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=300)
+
+
+def test_bad_input_is_refused_with_a_message():
+    # "cache" and "folders" take their turn when what they find has been mended.
+    budget = {"specs": 40, "arguments": 120, "data": 80}
+    done = fuzz(*(f"{name}={count}" for name, count in budget.items()))
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name, count in budget.items():
+        accepted, refused = map(
+            int, re.search(rf"{name}: .*?(\d+) accepted.*?(\d+) refused", done.stdout).groups()
+        )
+        assert accepted > count / 20
+        assert refused > count / 4
+
+
+def test_planted_mistakes_are_found():
+    done = fuzz("planted=20")
+    assert done.returncode == 1
+    for message in (
+        r"planted: 20 cases: \d+ FAILED, \d+ accepted, \d+ refused",
+        r"\d+ x KeyError at planted.py:\d+\n    python -m tests.fuzz --seed 0 --case planted:\d+",
+        r"\d+ x took more than 0.5 s",
+        r"\d+ x the process died \(exit code -6\)",
+        r"\d+ x accepted with another result: a damaged run was loaded",
+        r"\d+ x a message of more than 5,000 characters \(InputError\)",
+    ):
+        assert re.search(message, done.stdout), (message, done.stdout)
+    case = re.search(r"KeyError.*\n.*(planted:\d+)", done.stdout)[1]
+    again = fuzz("--case", case)
+    assert f"{case}: KeyError at planted.py" in again.stdout
