@@ -126,8 +126,26 @@ def damage(r: random.Random, folder: Path) -> None:
             path.write_bytes(damage_bytes(r, path.read_bytes()))
 
 
+def forge_journal(r: random.Random, folder: Path) -> None:
+    """Other lines in the journal of a checkpoint, with digests that are right."""
+    path, journal = folder / "checkpoint.json", folder / "checkpoint.jsonl"
+    lines = [json.loads(line) for line in journal.read_bytes().splitlines()]
+    for _ in range(r.choice((1, 1, 2, 4))):
+        alter(r, lines)
+    data = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+    body = json.loads(path.read_bytes())
+    del body["sha256"]
+    body["journal"] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    journal.write_bytes(data)
+    digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    path.write_text(json.dumps({"sha256": digest, **body}))
+
+
 def forge(r: random.Random, folder: Path) -> None:
     """Another content, with a digest that is right."""
+    if (folder / "checkpoint.jsonl").exists() and r.random() < 0.5:
+        forge_journal(r, folder)
+        return
     path = r.choice([p for p in files(folder) if p.suffix in (".json", ".gz")])
     packed = path.suffix == ".gz"
     try:
