@@ -307,6 +307,9 @@ def test_records_without_states(tmp_path):
     assert back.rounds_to(0.0) == 1
     with pytest.raises(fadamgc.FadamgcError, match="without its states"):
         _ = back.x
+    with pytest.raises(fadamgc.FadamgcError, match="without its states; pass states=False"):
+        back.save(tmp_path / "again")
+    back.save(tmp_path / "again", states=False)
     with pytest.raises(fadamgc.FadamgcError, match="without its task"):
         _ = back.model
 
@@ -581,6 +584,9 @@ FORGED = [
     {"cost": None},
     {"goal": "up"},
     {"environment": None},
+    {"environment": {"torch": {}}},
+    {"settings": {"algorithm": "fadamgc", "hyperparameters": {}, "task": "t", "executor": {}, "seed": 0}},
+    {"settings": {"algorithm": "fadamgc", "hyperparameters": {}, "task": "t", "executor": "x", "seed": "0"}},
     {"participants": [99]},
     {"participants": ["0"]},
     {"participants": None},

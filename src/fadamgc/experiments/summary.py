@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -194,10 +195,19 @@ def _latex(number: Number | None) -> str:
         return "--"
     if math.isnan(number.spread.mean):
         return "--" if number.instead == DASH else number.instead
-    mean = escape.latex(number.mean)
+    mean = _in_math(number.mean)
     mean = rf"\mathbf{{{mean}}}" if number.best else mean
-    std = rf" \pm {escape.latex(number.std)}" if number.std else ""
+    std = rf" \pm {_in_math(number.std)}" if number.std else ""
     return f"${mean}{std}$" + (f" ({number.note})" if number.note else "")
+
+
+def _in_math(number: str) -> str:
+    """A number as mathematics: 2.13e-06 is 2.13 times a power of ten.
+
+    >>> _in_math("2.13e-06")
+    '2.13 \\\\cdot 10^{-6}'
+    """
+    return re.sub(r"e([+-]\d+)", lambda found: rf" \cdot 10^{{{int(found[1])}}}", escape.latex(number))
 
 
 def figure(entries: Sequence[Entry], axis: str, title: str, measures: Sequence[str] = TO_TARGET) -> Figure:

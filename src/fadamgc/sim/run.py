@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from fadamgc.algorithm import AnyAlgorithm, example
 from fadamgc.algorithms import algorithms, make_algorithm
-from fadamgc.errors import CheckpointError, FadamgcError, InputError, whole
+from fadamgc.errors import CheckpointError, FadamgcError, InputError, shown, whole
 from fadamgc.files import LazyTensor, read_bundle, write_bundle
 from fadamgc.flat import Flat
 from fadamgc.sim.cost import CostModel, Work
@@ -206,6 +206,8 @@ class Run:
             path: the folder.
             states: False leaves out the states, for records that are to stay small.
         """
+        if states and self.server is None:
+            raise FadamgcError("this run was saved without its states; pass states=False to save its records")
         write_run(Path(path), self, states=states)
 
 
@@ -309,8 +311,12 @@ def assembled(
 ) -> Run:
     """The run that a bundle describes."""
     settings, environment, goal = body["settings"], body["environment"], body["goal"]
-    if goal not in ("max", "min") or not isinstance(settings, dict) or not isinstance(environment, dict):
-        raise ValueError("settings, environment or goal are not those of a run")
+    for value in (goal, settings["executor"], settings["task"], *environment.values()):
+        if not isinstance(value, str):
+            raise ValueError(f"{shown(value)} is not a text")
+    whole("seed", settings["seed"], 0)
+    if goal not in ("max", "min"):
+        raise ValueError(f"goal={shown(goal)} is neither 'max' nor 'min'")
     cost = CostModel(**body["cost"])
     cost.check(clients.n)
     return Run(algorithm, server, clients, buffers, history, settings, environment, cost, task, goal)
