@@ -139,9 +139,10 @@ class Batches:
             return
         seed, t, client = self.address
         random = generator(seed, BATCHES, t, client)
+        padding = self.width - self.last
         while True:
             order = random.permutation(self.samples)
-            yield np.concatenate([order, np.repeat(order[:1], self.width - self.last)])
+            yield np.concatenate([order, np.repeat(order[:1], padding)]) if padding else order
 
     @property
     def rows(self) -> NDArray[np.int64]:
