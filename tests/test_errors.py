@@ -218,6 +218,7 @@ BAD_TASKS = [
         "client 1 has targets of torch.int64, client 0 has torch.uint16",
     ),
     ({"model": nn.Linear(5, 3, device="meta")}, "Linear has parameters on the device 'meta'"),
+    ({"model": nn.Linear(5, 3, dtype=torch.complex64)}, "of type torch.complex64; use a real type"),
     ({"metric": "y" * 10**6}, "^.{1,400}$"),
     ({"clients": np.array(3)}, "clients of type ndarray"),
     (

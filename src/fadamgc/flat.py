@@ -50,6 +50,12 @@ class Flat:
                 f"model={type(module).__name__} has parameters on the device 'meta', where they have no "
                 "values; make it on a real device"
             )
+        (kind,) = kinds
+        if not kind.is_floating_point:
+            raise InputError(
+                f"model={type(module).__name__} has trainable parameters of type {kind}; use a real type such "
+                "as torch.float32"
+            )
         names, shapes = zip(*named, strict=True)
         return cls(names, shapes)
 
