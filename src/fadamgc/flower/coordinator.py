@@ -21,7 +21,7 @@ from torch.func import functional_call
 
 from fadamgc.algorithm import AnyAlgorithm, example
 from fadamgc.algorithms import algorithm_name
-from fadamgc.errors import CheckpointError, FadamgcError, InputError, whole
+from fadamgc.errors import CheckpointError, FadamgcError, InputError, shown, whole
 from fadamgc.escape import printable
 from fadamgc.files import as_json
 from fadamgc.flower.protocol import (
@@ -702,8 +702,8 @@ class Coordinator:
             if here.get(key) != there.get(key):
                 raise CheckpointError(
                     f"{store.folder} is the checkpoint of another experiment: "
-                    f"{key}={_brief(there.get(key))} there, "
-                    f"{_brief(here.get(key))} here; give another experiment, or the settings that it had"
+                    f"{key}={shown(there.get(key))} there, "
+                    f"{shown(here.get(key))} here; give another experiment, or the settings that it had"
                 )
         self.t, self.generation = content["round"], content["generation"]
         if content["set_up"]:
@@ -756,8 +756,3 @@ def _norm(value: Tensor) -> float:
 
 def _finite(values: Iterable[Tensor]) -> bool:
     return all(bool(torch.isfinite(value).all()) for value in values if value.is_floating_point())
-
-
-def _brief(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 200 else f"{text[:200]}..."

@@ -22,7 +22,7 @@ from typing import Any
 from filelock import BaseFileLock
 
 from fadamgc.algorithm import AnyAlgorithm
-from fadamgc.errors import CheckpointError, OtherRunError, whole
+from fadamgc.errors import CheckpointError, OtherRunError, shown, whole
 from fadamgc.files import (
     Journal,
     as_json,
@@ -247,4 +247,4 @@ def _difference(folder: Path, key: str, there: Any, here: Any) -> str:
     key = key.removeprefix("fingerprint.")
     if key == "schedule":
         return f"{folder} is a checkpoint of another run: its schedule differs in a round that is done"
-    return f"{folder} is a checkpoint of another run: {key}={there!r} there, {key}={here!r} here"
+    return f"{folder} is a checkpoint of another run: {key}={shown(there)} there, {key}={shown(here)} here"
