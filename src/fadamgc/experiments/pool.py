@@ -334,7 +334,9 @@ def execute(jobs: Sequence[Job], on_round: Callable[[int], bool], warn: Warn = l
             advance(started, finished=finished)
     except (OSError, UnwritableError) as error:  # a full disk, most likely; the last checkpoints are there
         folder = jobs[0].folder.parent
-        message = f"{folder} cannot be written: {error.strerror}" if isinstance(error, OSError) else error
+        message = (
+            f"{folder} cannot be written: {error.strerror or error}" if isinstance(error, OSError) else error
+        )
         raise FadamgcError(
             f"{message}; what was finished is saved: make room and continue with --resume"
         ) from error

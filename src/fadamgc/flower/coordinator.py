@@ -21,7 +21,7 @@ from torch.func import functional_call
 
 from fadamgc.algorithm import AnyAlgorithm, example
 from fadamgc.algorithms import algorithm_name
-from fadamgc.errors import CheckpointError, FadamgcError, InputError, shown, whole
+from fadamgc.errors import CheckpointError, FadamgcError, InputError, reason, shown, whole
 from fadamgc.escape import printable
 from fadamgc.files import as_json
 from fadamgc.flower.protocol import (
@@ -540,16 +540,16 @@ class Coordinator:
         if t % self.settings.eval_every == 0 or t == self.settings.rounds:
             try:
                 evaluation = self.problem.evaluate(server.x, buffers, self.settings.seed, t)
-            except InputError as error:  # a metric of the user's that does not take what the model gives
+            except InputError as error:  # such as a custom metric that fails on numbers that are not finite
                 if self._probe(server.x, buffers) is None:
                     raise
                 return {}, str(error)
             loss = evaluation.get("test_loss", 0.0)
         else:
             loss = self._probe(server.x, buffers) or 0.0
-        return evaluation, None if math.isfinite(
-            loss
-        ) else f"with the replies, the loss on the test data is {loss}"
+        if math.isfinite(loss):
+            return evaluation, None
+        return evaluation, f"with the replies, the loss on the test data is {loss}"
 
     @torch.no_grad()
     def _probe(self, x: Tensor, buffers: Buffers) -> float | None:
@@ -558,11 +558,13 @@ class Coordinator:
             return None
         inputs, targets = (part[:PROBE].clone() for part in self.problem.test)
         module = self.problem.module
-        state = {**self.problem.flat.unflatten(x), **buffers, **self.problem.fixed}
+        state = {**self.problem.parameters(x), **buffers, **self.problem.fixed}
         module.eval()
         try:
             with torch.random.fork_rng(devices=[]):
                 loss = float(self.task.loss(functional_call(module, state, (inputs,)), targets))
+        except Exception as error:
+            raise InputError(f"model or loss failed on the test data: {reason(error)}") from error
         finally:
             module.train()
         return None if math.isfinite(loss) else loss

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -186,7 +187,7 @@ def prepare(*arguments: Any, make: Makers | None = None, **named: Any) -> tuple[
     settings.check(a.task.n, [len(x) for x, _ in a.task.pairs], a.algorithm)
     cost = a.cost or CostModel()
     cost.check(a.task.n)
-    if a.checkpoint is not None and not isinstance(a.checkpoint, (str, Path)):
+    if a.checkpoint is not None and not isinstance(a.checkpoint, (str, os.PathLike)):
         raise InputError(f"checkpoint={shown(a.checkpoint)} is not accepted; it must be the path of a folder")
     store = None if a.checkpoint is None else Path(a.checkpoint)
     engine = Engine(
