@@ -108,9 +108,9 @@ class Coordinator:
             the median number of samples; None accepts any number.
         min_clients: a round with fewer answers does not count.
         checkpoints: how many checkpoints are kept, the newest included.
-        restore_round: go back to the checkpoint of this round, and reset all states; None goes on with the
+        restore_round: go back to the checkpoint of this round, and reset all states; None resumes from the
             newest checkpoint.
-        unbind: clients that are not bound to the key of their node any more; the next key is theirs.
+        unbind: clients that are no longer bound to the key of their node; they are bound to the next key.
         reset_states: begin the states of all clients, and the server's but for the model, anew.
         facts: what else must be the same when the experiment goes on, as plain data.
     """
@@ -266,7 +266,7 @@ class Coordinator:
         return list(self._asked.values())
 
     def wanted(self, client: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """What a client's reply must hold: vectors and buffers, by name, with tensors of their kind."""
+        """What a client's reply must contain: vectors and buffers, by name, with tensors of their kind."""
         asked = self._asked.get(client)
         if asked is None:
             return {}, {}
@@ -437,7 +437,7 @@ class Coordinator:
     def _check_numbers(
         self, client: int, reply: Reply, refuse: Callable[[str, str], None]
     ) -> dict[str, float]:
-        """Check what a reply holds; the norms of its vectors, and of what it changes in the buffers."""
+        """Check a reply; return the norms of its vectors and of its changes to the buffers."""
         if not (isinstance(reply.steps, int) and 1 <= reply.steps <= 10**9):
             refuse("steps", f"{reply.steps!r} local steps")
         known = self.samples.get(client)
@@ -509,7 +509,7 @@ class Coordinator:
         else:
             evaluation, why = self._evaluate(t, server, buffers)
             if why is not None and self._evaluate(t, self.server, self.buffers)[1] is not None:
-                why = None  # it is not the replies' doing
+                why = None  # the replies are not the cause
         if why is not None:
             why = f"{why}; none of them counts"
             log.warning("round %d is refused: %s", t, why)

@@ -111,7 +111,7 @@ class Store:
         return {key: files for key, files in found.items() if f"{NAME}.json" in files}
 
     def _keep(self, t: int) -> None:
-        """Keep the newest checkpoint under a name of its own, and remove those that are too old."""
+        """Keep the newest checkpoint under a name with its round, and remove those that are too old."""
         prefix = f"round-{t:06d}-start-{self.attempt:04d}."
         kept = self._kept()
         chosen: dict[int, tuple[int, int]] = {t: (self.attempt, t)}

@@ -1,4 +1,4 @@
-"""Checkpoints: a run in a folder, written as it goes, that can be resumed.
+"""Checkpoints: a run in a folder, written after its rounds, that can be resumed.
 
 In the folder:
 
@@ -117,7 +117,7 @@ class Checkpoint:
             return None
         if not resume:
             raise CheckpointError(
-                f"{self.folder} already holds a checkpoint; pass resume=True to resume from it, or give "
+                f"{self.folder} already has a checkpoint; pass resume=True to resume from it, or give "
                 "another folder"
             )
         saved = self.read(algorithm, identity["algorithm"], identity)

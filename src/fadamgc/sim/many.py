@@ -49,7 +49,7 @@ def simulate_many(
             place of the run and go on with the others.
         progress: show a progress bar, where there is a terminal to show it on.
         common: the arguments that all runs have in common. A ``checkpoint`` among them is a folder in which
-            each run has a folder of its own, ``run-0``, ``run-1`` and so on.
+            each run has its own folder, ``run-0``, ``run-1`` and so on.
 
     Returns:
         The runs, in the order of ``runs``.
@@ -85,7 +85,7 @@ def _arguments(i: int, own: Any, common: Mapping[str, Any]) -> dict[str, Any]:
     for name in every:
         if name not in known:
             raise InputError(
-                f"runs[{i}]: {shown(name)} is no argument of simulate{nearest(str(name), known)}"
+                f"runs[{i}]: {shown(name)} is not an argument of simulate{nearest(str(name), known)}"
             )
     for name in ("algorithm", "task"):
         if name not in every:
