@@ -173,7 +173,7 @@ OTHERS = [
     ({"task": class_task(seed=7)}, "another task: its data differs"),
     ({"task": class_task(model=mlp(7))}, "another task: its model differs"),
     ({"rounds": 2}, "is at round 4, beyond rounds=2"),
-    ({"resume": False}, "already holds a checkpoint; pass resume=True"),
+    ({"resume": False}, "already has a checkpoint; pass resume=True"),
 ]
 
 

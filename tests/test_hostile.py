@@ -549,6 +549,29 @@ def test_a_round_without_a_finite_test_loss_is_refused(eval_every, tmp_path, cap
     assert torch.isfinite(world.server.server.x).all()
 
 
+@pytest.mark.parametrize("eval_every", [1, 100])
+def test_a_federation_of_a_16_bit_model_looks_at_the_test_loss(eval_every, tmp_path):
+    world = World(tmp_path, dtype=torch.bfloat16, sampled=3, tracked=3, eval_every=eval_every)
+    assert world.round().dropped == ()
+    assert world.server.server.x.dtype == torch.float32
+
+
+def test_a_loss_that_fails_on_the_test_data_is_an_error_with_a_reason(tmp_path):
+    world = World(tmp_path, sampled=3, tracked=3, eval_every=100)
+    inputs, targets = world.server.problem.test
+    world.server.problem.test = inputs, targets + 1000
+    with pytest.raises(InputError, match="model or loss failed on the test data"):
+        world.round()
+
+
+def test_what_a_killed_server_left_while_it_read_a_checkpoint_is_removed(tmp_path):
+    world = World(tmp_path, sampled=3, tracked=3)
+    left = tmp_path / "server" / ".round-killed"
+    left.mkdir()
+    world.start()
+    assert not left.exists()
+
+
 def test_a_test_loss_that_never_was_finite_stops_nothing(tmp_path):
     world = World(tmp_path, sampled=3, tracked=3)
     inputs, targets = world.server.problem.test

@@ -380,7 +380,7 @@ def test_bad_files_are_refused(bases, tmp_path, content, options, said):
 
 def test_numbers_are_no_texts(bases, tmp_path):
     sets.write_rows(tmp_path / "own.parquet", text=[3, 4], label=[0, 1])
-    refused("row 0 has text=3, which is no text", bases["bert"], tmp_path / "own.parquet")
+    refused("row 0 has text=3, which is not a text", bases["bert"], tmp_path / "own.parquet")
 
 
 def test_bytes_that_are_no_text_are_refused(bases, tmp_path):
@@ -389,7 +389,7 @@ def test_bytes_that_are_no_text_are_refused(bases, tmp_path):
 
     spoilt = pa.Array.from_buffers(pa.string(), 2, pa.array([b"good", b"b\xff"], pa.binary()).buffers())
     parquet.write_table(pa.table({"text": spoilt, "label": [0, 1]}), tmp_path / "own.parquet")
-    refused("a text in 'text', from row 0 on, is no UTF-8", bases["bert"], tmp_path / "own.parquet")
+    refused("a text in 'text', from row 0 on, is not UTF-8", bases["bert"], tmp_path / "own.parquet")
 
 
 def test_texts_may_look_like_anything(bases, tmp_path):

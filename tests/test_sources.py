@@ -474,7 +474,7 @@ def test_data_check_names_everything_that_is_wrong(folders):
     shown = fadamgc("data", "check")
     assert shown.exit_code == 2
     assert "row 3 has label=11" in shown.output
-    assert "row 1 has sentence=None, which is no text" in shown.output
+    assert "row 1 has sentence=None, which is not a text" in shown.output
     assert "uci_har train" in shown.output
     shown = fadamgc("data", "check", "cifar100")
     assert shown.exit_code == 2

@@ -44,7 +44,7 @@ class Commands(TyperGroup):
             raise typer.Exit(BAD_INPUT) from None
         except (MemoryError, RuntimeError) as error:
             if isinstance(error, RuntimeError) and "can't allocate memory" not in str(error):
-                raise  # of torch, which has no error of its own for this
+                raise  # torch has no special error for want of memory
             say("error: there is not enough memory for this; make the task smaller or use fewer --workers")
             raise typer.Exit(BAD_INPUT) from None
         except KeyboardInterrupt:

@@ -8,8 +8,10 @@ counts, with a digest, so a line that was written but never named does not count
 
 from __future__ import annotations
 
+import glob
 import gzip
 import hashlib
+import io
 import json
 import os
 import re
@@ -27,7 +29,7 @@ from filelock import BaseFileLock, FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from fadamgc.errors import CheckpointError, CheckpointInUseError, UnwritableError
+from fadamgc.errors import CheckpointError, CheckpointInUseError, UnwritableError, shown
 
 FORMAT = 1
 LOCK = ".lock"
@@ -42,7 +44,7 @@ def write_atomic(path: Path, data: bytes | Callable[[BinaryIO], object], private
     Args:
         path: the file.
         data: the content, or a function that writes it.
-        private: nobody but the user may read the file, at no moment.
+        private: at no moment can anybody but the user read the file.
     """
     with _replacing(path.parent, path.name, private) as (file, finish):
         if callable(data):
@@ -58,7 +60,7 @@ _being_written: set[str] = set()  # names of temporary files of this process
 
 @contextmanager
 def _replacing(folder: Path, name: str, private: bool) -> Iterator[tuple[BinaryIO, Callable[[Path], None]]]:
-    """A temporary file, and a function that gives the complete file its name."""
+    """Open a temporary file; yield it with a function that closes the complete file and gives it its name."""
     temporary = folder / f".{name}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
     _being_written.add(temporary.name)
     try:
@@ -68,6 +70,7 @@ def _replacing(folder: Path, name: str, private: bool) -> Iterator[tuple[BinaryI
             def finish(path: Path) -> None:
                 file.flush()
                 os.fsync(file.fileno())
+                file.close()  # Windows does not rename an open file
                 os.replace(temporary, path)
                 sync_folder(folder)
 
@@ -78,7 +81,7 @@ def _replacing(folder: Path, name: str, private: bool) -> Iterator[tuple[BinaryI
 
 
 def sync_folder(folder: Path) -> None:
-    """Have the folder's list of files on the disk; where a folder cannot be opened (Windows), do nothing."""
+    """Write the folder's list of files to the disk; do nothing where a folder cannot be opened (Windows)."""
     try:
         opened = os.open(folder, os.O_RDONLY)
     except PermissionError:
@@ -90,8 +93,8 @@ def sync_folder(folder: Path) -> None:
 
 
 def remove_leftovers(folder: Path, name: str) -> None:
-    """Remove temporary files of a name that killed processes have left; those of living ones stay."""
-    for path in folder.glob(f".{name}*.tmp"):
+    """Remove temporary files of a name that killed processes have left; those of living processes stay."""
+    for path in folder.glob(f".{glob.escape(name)}*.tmp"):
         found = re.fullmatch(r".*\.(\d+)-[0-9a-f]{8}\.tmp", path.name)
         if found and path.name not in _being_written and not _alive(int(found[1])):
             with suppress(OSError):
@@ -102,12 +105,14 @@ def _alive(pid: int) -> bool:
     """Whether another process has this number. This process knows its own temporary files."""
     if pid == os.getpid():
         return False
+    if os.name == "nt":
+        return True  # unknown: on Windows, os.kill would end the process
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
         return False
     except OSError:
-        return True  # somebody else's, or not to be known
+        return True  # a process of another user, or unknown
     return True
 
 
@@ -121,7 +126,7 @@ def make_folder(folder: Path, private: bool = False) -> None:
 
     Args:
         folder: the folder; one that exists keeps its permissions.
-        private: a folder that is made here is the user's alone.
+        private: only the user can enter a folder that is made here.
     """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -170,9 +175,9 @@ def write_bundle(
 ) -> None:
     """Write ``name.json`` and its tensors into a folder, replacing an earlier bundle of that name.
 
-    Tensors go to the file one after the other; no copy of all of them is made. The tensor file is always
-    readable by the user alone, because clients' states tell of their data; with ``private`` the JSON file is
-    as well.
+    Tensors are written to the file one after the other; no copy of all of them is made. Only the user can
+    read the tensor file, because clients' states reveal something about their data; with ``private`` the same
+    is true of the JSON file.
     """
     make_folder(folder, private)
     file, digest = None, None
@@ -282,9 +287,7 @@ def read_bundle(
         raise CheckpointError(f"{path} is not a file of fadamgc: it has no digest and format")
     if body["format"] not in formats:
         known = " and ".join(map(str, formats))
-        raise CheckpointError(
-            f"{path} has format {str(body['format'])[:80]}; this version reads format {known}"
-        )
+        raise CheckpointError(f"{path} has format {shown(body['format'])}; this version reads format {known}")
     if digest != body["sha256"]:
         raise CheckpointError(
             f"{path} was altered after it was written: its content does not match its sha256"
@@ -292,17 +295,19 @@ def read_bundle(
     if body["tensors"] is None:
         return body, {}
     if not isinstance(body["tensors"], str) or Path(body["tensors"]).name != body["tensors"]:
-        raise CheckpointError(f"{path} names no tensor file in its folder: {str(body['tensors'])[:80]!r}")
+        raise CheckpointError(f"{path} names no tensor file in its folder: {shown(body['tensors'])}")
     return body, _read_tensors(folder / body["tensors"], path, body.get("tensors_sha256"))
 
 
 def _unpacked(path: Path, data: bytes) -> bytes:
-    """The content of a packed file, unless that is far larger than any record packs."""
+    """Unpack the data of a file, unless they are far larger unpacked than those of any record."""
     most = min(MOST_UNPACKED, max(SMALL, MOST_RATIO * len(data)))
-    with gzip.open(path) as file:
+    with gzip.open(io.BytesIO(data)) as file:
         content = file.read(most + 1)
     if len(content) > most:
-        raise CheckpointError(f"{path} holds more than {most} bytes in {len(data)}: it is not a record")
+        raise CheckpointError(
+            f"{path} unpacks from {len(data)} bytes to more than {most}, so it is not a record"
+        )
     return content
 
 
@@ -357,7 +362,7 @@ class Journal:
         self._sha.update(data)
 
     def read(self, mark: Any, named_by: Path) -> Iterator[Any]:
-        """Read the lines that a mark counts; the next line goes after them."""
+        """Read the lines that a mark counts; the next line is added after them."""
         try:
             size, digest = int(mark["bytes"]), mark["sha256"]
             data = b""
@@ -388,34 +393,34 @@ class Journal:
 
 
 def lock(folder: Path, seconds: float = 0.0) -> BaseFileLock | None:
-    """Lock a folder for this process until ``release``; None if another user has it for all that time.
+    """Lock a folder until ``release``; return None if it stays locked by another run for all those seconds.
 
-    A process that is killed releases its locks. Two users in one process exclude each other as well.
+    A process that is killed releases its locks. Two runs in one process exclude each other as well.
     """
-    made = FileLock(folder / LOCK, timeout=seconds, thread_local=False)
+    folder_lock = FileLock(folder / LOCK, timeout=seconds, thread_local=False)
     try:
-        made.acquire()
+        folder_lock.acquire()
     except Timeout:
         return None
     except OSError as error:
         raise unwritable(folder, error) from error
-    return made
+    return folder_lock
 
 
 @contextmanager
 def hold(folder: Path, seconds: float = 0.0, private: bool = False) -> Iterator[bool]:
     """Lock a folder while the block runs; yield whether the lock was obtained within the seconds."""
     make_folder(folder, private)
-    held = lock(folder, seconds)
+    folder_lock = lock(folder, seconds)
     try:
-        yield held is not None
+        yield folder_lock is not None
     finally:
-        if held is not None:
-            held.release()
+        if folder_lock is not None:
+            folder_lock.release()
 
 
 def in_use(folder: Path) -> CheckpointInUseError:
-    """The error for a second user of a folder."""
+    """The error for a run that needs a folder which another run uses."""
     return CheckpointInUseError(
         f"{folder} is in use by another run, in this process or another; wait for it, or give another folder"
     )

@@ -127,9 +127,10 @@ class Task:
                 for i in sorted(set(items.tolist())):
                     try:
                         again = [torch.as_tensor(value).detach() for value in data[i]]
+                        same = all(torch.equal(a, part[i]) for a, part in zip(again, pair, strict=True))
                     except Exception:  # of a Dataset that can be read only once
                         return False
-                    if not all(torch.equal(a, part[i]) for a, part in zip(again, pair, strict=True)):
+                    if not same:
                         return True
         return False
 

@@ -30,7 +30,7 @@ class Target(NamedTuple):
     Attributes:
         name: of the target.
         prepare: writes what all cases share into a folder.
-        case: one case, given its random numbers, the shared folder and an empty one of its own. It returns
+        case: one case, given its random numbers, the shared folder and its own empty folder. It returns
             what became of it, or raises.
         limit: seconds.
     """
@@ -157,7 +157,7 @@ def run(
 
 
 def _prepare(target: Target, shared: Path) -> None:
-    """In a process of its own: a fork must not have threads behind it."""
+    """Prepare in another process, because a process with threads must not be forked."""
     process = get_context("fork").Process(target=_quietly, args=(target.prepare, shared))
     process.start()
     process.join()

@@ -57,7 +57,7 @@ def algorithms() -> tuple[str, ...]:
 def register(name: str, cls: type[AnyAlgorithm]) -> None:
     """Make a custom algorithm known by name in this process: to ``make_algorithm``, ``load_run`` and specs.
 
-    The command line starts a process of its own, which knows only the algorithms of this package.
+    The command line starts another process, which knows only the algorithms of this package.
     """
     if not name.isidentifier():
         raise InputError(f"name={name!r} is not accepted; it must be an identifier such as 'my_method'")

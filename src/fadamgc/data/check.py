@@ -81,7 +81,7 @@ def _texts(source: Source, number: int, progress: Callable[[int], object]) -> An
             for i, text in enumerate(parquet.values(rows, column)):
                 if not isinstance(text, str):
                     raise InputError(
-                        f"{rows.file}: row {rows.first + i} has {column}={shown(text)}, which is no text"
+                        f"{rows.file}: row {rows.first + i} has {column}={shown(text)}, which is not a text"
                     )
         labels.append(parquet.labels(rows, source.label, source.classes))
         count += len(labels[-1])

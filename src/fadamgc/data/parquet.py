@@ -55,7 +55,7 @@ def values(rows: Rows, column: str) -> list[Any]:
         found: list[Any] = rows.columns[column].to_pylist()
     except UnicodeDecodeError as error:
         raise InputError(
-            f"{rows.file}: a text in {column!r}, from row {rows.first} on, is no UTF-8 ({error.reason})"
+            f"{rows.file}: a text in {column!r}, from row {rows.first} on, is not UTF-8 ({error.reason})"
         ) from None
     except (ValueError, OverflowError) as error:
         raise InputError(

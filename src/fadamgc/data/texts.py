@@ -100,7 +100,7 @@ def collect(
             for i, text in enumerate(parquet.values(some, column)):
                 if not isinstance(text, str):
                     raise InputError(
-                        f"{file}: row {some.first + i} has {column}={shown(text)}, which is no text"
+                        f"{file}: row {some.first + i} has {column}={shown(text)}, which is not a text"
                     )
                 if not text.strip():
                     raise InputError(f"{file}: row {some.first + i} has an empty text in {column!r}")

@@ -250,7 +250,7 @@ def _without_none(identity: Any) -> Any:
 
 
 def is_system_error(error: CheckpointError) -> bool:
-    """Whether the system could not read or write (permission, a full disk): that is no damage."""
+    """Whether the system could not read or write (permission, a full disk): that is not damage."""
     cause = error.__cause__ or error.__context__
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno not in (None, errno.ENOENT, errno.ENOTDIR):
@@ -334,7 +334,9 @@ def execute(jobs: Sequence[Job], on_round: Callable[[int], bool], warn: Warn = l
             advance(started, finished=finished)
     except (OSError, UnwritableError) as error:  # a full disk, most likely; the last checkpoints are there
         folder = jobs[0].folder.parent
-        message = f"{folder} cannot be written: {error.strerror}" if isinstance(error, OSError) else error
+        message = (
+            f"{folder} cannot be written: {error.strerror or error}" if isinstance(error, OSError) else error
+        )
         raise FadamgcError(
             f"{message}; what was finished is saved: make room and continue with --resume"
         ) from error
@@ -459,7 +461,7 @@ def _work(group: list[int], jobs: list[Job]) -> list[Outcome]:
 
 
 def _listen(messages: Any, progress: Progress, warn: Warn) -> None:
-    """Until the end (None): a number is the job that had a round, a text is a warning."""
+    """Read messages until None: a number is the job that had a round, a text is a warning."""
     while (message := messages.get()) is not None:
         if isinstance(message, str):
             warn(message)

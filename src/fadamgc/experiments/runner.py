@@ -7,7 +7,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
-from fadamgc.errors import FadamgcError, InputError
+from fadamgc.errors import FadamgcError, InputError, UnwritableError
 from fadamgc.escape import printable
 from fadamgc.experiments.build import label_counts
 from fadamgc.experiments.pool import (
@@ -33,14 +33,13 @@ from fadamgc.experiments.pool import (
 )
 from fadamgc.experiments.reading import load_spec
 from fadamgc.experiments.spec import STEPS, Spec
-from fadamgc.files import write_atomic
+from fadamgc.files import LOCK, hold, write_atomic
 from fadamgc.task import Task
 
 SPEC = "spec.toml"
 PARTITION = "partition.png"
 RUNS = "runs"
 TUNING = "tuning"
-LOCK = ".lock"
 # What an experiment leaves in its folder; --overwrite removes these and nothing else.
 FILES = (
     *(SPEC, PARTITION, "tuning.csv", "tuned.toml", "results.csv", "results.md", "results.tex"),
@@ -197,23 +196,14 @@ def _differs(out: Path, what: str, there: object, here: object) -> None:
 
 @contextmanager
 def only_one(out: Path) -> Iterator[None]:
-    """Hold a folder, so that no other process writes an experiment into it at the same time."""
-    try:
-        import fcntl
-    except ImportError:  # Windows: atomic files are all the protection there is
-        yield
-        return
+    """Lock a folder, so that no other process writes an experiment into it at the same time."""
     with ExitStack() as stack:
-        try:
-            out.mkdir(parents=True, exist_ok=True)
-            lock = stack.enter_context(open(out / LOCK, "w"))
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise InputError(
-                f"out={str(out)!r} is being written by another fadamgc; wait for it, or give another folder"
-            ) from None
-        except OSError:
-            pass  # prepare() says what is wrong with the folder
+        with suppress(UnwritableError):  # prepare() says what is wrong with the folder
+            if not stack.enter_context(hold(out)):
+                raise InputError(
+                    f"out={str(out)!r} is being written by another fadamgc; wait for it, or give another "
+                    "folder"
+                )
         yield
 
 

@@ -28,7 +28,7 @@ AUTHORITY_FILE, CERTIFICATE_FILE, KEY_FILE = "ca.crt", "server.crt", "server.key
 
 
 def ensure_certificates(folder: Path, address: str, now: datetime | None = None) -> bool:
-    """Make certificates in a folder unless there are some that will do for a while; whether they are new.
+    """Make certificates in a folder unless it has some that stay valid for a while; return whether it did.
 
     Args:
         folder: for ``ca.crt``, ``server.crt`` and ``server.key``.

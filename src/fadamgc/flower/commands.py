@@ -176,7 +176,7 @@ def login(
 
 
 def _become(command: list[str]) -> None:
-    """Let a command take this process's place; what the environment says about Flower holds."""
+    """Replace this process by a command; settings of Flower in the environment are kept."""
     from fadamgc.flower.local import QUIET, search_path
 
     os.execve(command[0], command, QUIET | os.environ | {"PATH": search_path()})

@@ -21,7 +21,7 @@ from torch.func import functional_call
 
 from fadamgc.algorithm import AnyAlgorithm, example
 from fadamgc.algorithms import algorithm_name
-from fadamgc.errors import CheckpointError, FadamgcError, InputError, whole
+from fadamgc.errors import CheckpointError, FadamgcError, InputError, reason, shown, whole
 from fadamgc.escape import printable
 from fadamgc.files import as_json
 from fadamgc.flower.protocol import (
@@ -108,9 +108,9 @@ class Coordinator:
             the median number of samples; None accepts any number.
         min_clients: a round with fewer answers does not count.
         checkpoints: how many checkpoints are kept, the newest included.
-        restore_round: go back to the checkpoint of this round, and reset all states; None goes on with the
+        restore_round: go back to the checkpoint of this round, and reset all states; None resumes from the
             newest checkpoint.
-        unbind: clients that are not bound to the key of their node any more; the next key is theirs.
+        unbind: clients that are no longer bound to the key of their node; they are bound to the next key.
         reset_states: begin the states of all clients, and the server's but for the model, anew.
         facts: what else must be the same when the experiment goes on, as plain data.
     """
@@ -266,7 +266,7 @@ class Coordinator:
         return list(self._asked.values())
 
     def wanted(self, client: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """What a client's reply must hold: vectors and buffers, by name, with tensors of their kind."""
+        """What a client's reply must contain: vectors and buffers, by name, with tensors of their kind."""
         asked = self._asked.get(client)
         if asked is None:
             return {}, {}
@@ -437,7 +437,7 @@ class Coordinator:
     def _check_numbers(
         self, client: int, reply: Reply, refuse: Callable[[str, str], None]
     ) -> dict[str, float]:
-        """Check what a reply holds; the norms of its vectors, and of what it changes in the buffers."""
+        """Check a reply; return the norms of its vectors and of its changes to the buffers."""
         if not (isinstance(reply.steps, int) and 1 <= reply.steps <= 10**9):
             refuse("steps", f"{reply.steps!r} local steps")
         known = self.samples.get(client)
@@ -509,7 +509,7 @@ class Coordinator:
         else:
             evaluation, why = self._evaluate(t, server, buffers)
             if why is not None and self._evaluate(t, self.server, self.buffers)[1] is not None:
-                why = None  # it is not the replies' doing
+                why = None  # the replies are not the cause
         if why is not None:
             why = f"{why}; none of them counts"
             log.warning("round %d is refused: %s", t, why)
@@ -540,16 +540,16 @@ class Coordinator:
         if t % self.settings.eval_every == 0 or t == self.settings.rounds:
             try:
                 evaluation = self.problem.evaluate(server.x, buffers, self.settings.seed, t)
-            except InputError as error:  # a metric of the user's that does not take what the model gives
+            except InputError as error:  # such as a custom metric that fails on numbers that are not finite
                 if self._probe(server.x, buffers) is None:
                     raise
                 return {}, str(error)
             loss = evaluation.get("test_loss", 0.0)
         else:
             loss = self._probe(server.x, buffers) or 0.0
-        return evaluation, None if math.isfinite(
-            loss
-        ) else f"with the replies, the loss on the test data is {loss}"
+        if math.isfinite(loss):
+            return evaluation, None
+        return evaluation, f"with the replies, the loss on the test data is {loss}"
 
     @torch.no_grad()
     def _probe(self, x: Tensor, buffers: Buffers) -> float | None:
@@ -558,11 +558,13 @@ class Coordinator:
             return None
         inputs, targets = (part[:PROBE].clone() for part in self.problem.test)
         module = self.problem.module
-        state = {**self.problem.flat.unflatten(x), **buffers, **self.problem.fixed}
+        state = {**self.problem.parameters(x), **buffers, **self.problem.fixed}
         module.eval()
         try:
             with torch.random.fork_rng(devices=[]):
                 loss = float(self.task.loss(functional_call(module, state, (inputs,)), targets))
+        except Exception as error:
+            raise InputError(f"model or loss failed on the test data: {reason(error)}") from error
         finally:
             module.train()
         return None if math.isfinite(loss) else loss
@@ -702,8 +704,8 @@ class Coordinator:
             if here.get(key) != there.get(key):
                 raise CheckpointError(
                     f"{store.folder} is the checkpoint of another experiment: "
-                    f"{key}={_brief(there.get(key))} there, "
-                    f"{_brief(here.get(key))} here; give another experiment, or the settings that it had"
+                    f"{key}={shown(there.get(key))} there, "
+                    f"{shown(here.get(key))} here; give another experiment, or the settings that it had"
                 )
         self.t, self.generation = content["round"], content["generation"]
         if content["set_up"]:
@@ -756,8 +758,3 @@ def _norm(value: Tensor) -> float:
 
 def _finite(values: Iterable[Tensor]) -> bool:
     return all(bool(torch.isfinite(value).all()) for value in values if value.is_floating_point())
-
-
-def _brief(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 200 else f"{text[:200]}..."

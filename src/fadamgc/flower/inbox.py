@@ -4,7 +4,7 @@ Flower's ``Grid.pull_messages`` waits until all arrays of a reply have been uplo
 and pulls whatever a node has announced. The client behind Flower's ``HttpGrid`` gives one object at a time,
 and says at once if an object is not there yet, so ``Objects`` asks that client itself. That interface is
 private to Flower; this file is the only one that uses it. For any other grid, ``Threads`` calls
-``pull_messages`` and leaves a call that waits to a thread of its own.
+``pull_messages`` and leaves a call that waits to its thread.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Inbox(Protocol):
         """
 
     def forget(self, identities: Iterable[str]) -> None:
-        """Drop what there is of the replies to these messages, now and later."""
+        """Discard the replies to these messages, those that have arrived and those to come."""
 
     def busy(self, identity: str) -> bool:
         """Whether a thread still waits for the reply to this message."""
@@ -135,7 +135,7 @@ class Objects:
         return found
 
     def forget(self, identities: Iterable[str]) -> None:
-        """Drop what there is of the replies to these messages; nobody asks for them again."""
+        """Discard the parts of the replies to these messages; nobody asks for them again."""
         for identity in identities:
             self._confirm(self._parcels.pop(identity, None))
 
@@ -145,7 +145,7 @@ class Objects:
         return False
 
     def _pull(self, identity: str, limit: Limit) -> Message | None:
-        """Pull what is there of one reply; the reply if it is complete."""
+        """Pull the available parts of one reply; return the reply if it is complete."""
         parcel = self._parcels.get(identity) or self._open(identity, limit)
         if parcel is None:
             return None
@@ -223,14 +223,14 @@ class Threads:
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
         self._asking: set[str] = set()  # messages whose reply a thread asks for
-        self._given_up: set[str] = set()  # those of them whose reply is of no use any more
+        self._given_up: set[str] = set()  # those of them whose reply is no longer wanted
         self._early: dict[
             str, list[Message] | Exception
         ] = {}  # replies that came while others were collected
         self._answers: SimpleQueue[tuple[str, list[Message] | Exception]] = SimpleQueue()
 
     def collect(self, limits: Mapping[str, Limit]) -> Found:
-        """Return the replies that are there; a call that waits for one goes on in its thread."""
+        """Return the replies that have arrived; a call that waits for one continues in its thread."""
         found: Found = []
         for identity in [identity for identity in limits if identity in self._early]:
             found += self._read(identity, self._early.pop(identity), limits[identity])

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fadamgc.algorithm import AnyAlgorithm
 from fadamgc.algorithms import algorithm_name, make_algorithm
-from fadamgc.errors import InputError
+from fadamgc.errors import InputError, shown
 from fadamgc.escape import printable
 from fadamgc.files import as_json
 from fadamgc.flower.protocol import MOST_GENERATION, NEVER, RefusedError, Reply, Request, Stamp, said
@@ -78,7 +78,7 @@ def from_record(record: object, names: Collection[str] | None = None) -> dict[st
     if not isinstance(record, ArrayRecord):
         raise RefusedError("record", "there is no record of arrays where one was expected")
     if names is not None and set(record) != set(names):
-        raise RefusedError("fields", f"it has {_short(sorted(record))}, not {_short(sorted(names))}")
+        raise RefusedError("fields", f"it has {shown(sorted(record))}, not {shown(sorted(names))}")
     return {name: _tensor(name, array) for name, array in record.items()}
 
 
@@ -88,13 +88,12 @@ def _tensor(name: str, array: Array) -> Tensor:
     if array.stype != RAW or array.dtype not in DTYPES or not sound:
         raise RefusedError(
             "record",
-            f"{_short(name)} is {_short(array.dtype)} {_short(shape)} as {_short(array.stype)}; "
-            f"wanted is {RAW}",
+            f"{shown(name)} is {shown(array.dtype)} {shown(shape)} as {shown(array.stype)}; wanted is {RAW}",
         )
     dtype = DTYPES[array.dtype]
     if len(array.data) != math.prod(array.shape) * dtype.itemsize:
         raise RefusedError(
-            "record", f"{_short(name)} says {array.dtype} {shape} and has {len(array.data)} bytes"
+            "record", f"{shown(name)} says {array.dtype} {shape} and has {len(array.data)} bytes"
         )
     plain = np.frombuffer(bytearray(array.data), dtype=np.dtype(array.dtype).newbyteorder("<"))
     return torch.from_numpy(plain.astype(plain.dtype.newbyteorder("="), copy=False)).view(array.shape)
@@ -152,7 +151,7 @@ def read_request(content: RecordDict) -> Work:
         value = config.get(key)
         if value is not None and (type(value) is not int or not 1 <= value <= MOST_STEPS):
             raise RefusedError(
-                "request", f"{key}={_short(value)} is not a whole number from 1 to {MOST_STEPS}"
+                "request", f"{key}={shown(value)} is not a whole number from 1 to {MOST_STEPS}"
             )
     try:
         hyperparameters = json.loads(_get(config, "hyperparameters", str))
@@ -283,11 +282,5 @@ def _config(content: RecordDict, name: str) -> ConfigRecord:
 def _get(record: Mapping[str, Any], key: str, kind: type) -> Any:
     value = record.get(key)
     if type(value) is not kind:
-        raise RefusedError("record", f"{key}={_short(value)} is not of type {kind.__name__}")
+        raise RefusedError("record", f"{key}={shown(value)} is not of type {kind.__name__}")
     return value
-
-
-def _short(value: object) -> str:
-    """A stranger's value in a message: not more of it than people read."""
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:80]}..."

@@ -20,6 +20,7 @@ from fadamgc.files import has_bundle, hold, private_folder, read_bundle, write_a
 NAME = "federation"
 START = "start.json"  # which start of the server may write
 KEPT = re.compile(r"round-(\d+)-start-(\d+)\.(federation.*)")  # the files of an older checkpoint
+READING = ".round-"  # how the name of a temporary folder begins, from which a checkpoint is read
 BUSY = 60.0  # seconds to wait for another process that writes
 
 
@@ -51,6 +52,8 @@ class Store:
             needed: refuse a checkpoint that is damaged; otherwise it is as if there was none.
         """
         with self._alone():
+            for left in self.folder.glob(f"{READING}*"):  # by a process that was killed
+                shutil.rmtree(left, ignore_errors=True)
             found = None
             try:
                 found = read_bundle(self.folder, NAME) if has_bundle(self.folder, NAME) else None
@@ -91,7 +94,10 @@ class Store:
             raise CheckpointError(
                 f"restore-round={t} is not accepted; {self.folder} has the checkpoints of rounds: {rounds}"
             )
-        with tempfile.TemporaryDirectory(dir=self.folder, prefix=".round-") as place:
+        with (
+            self._alone(),
+            tempfile.TemporaryDirectory(dir=self.folder, prefix=READING) as place,
+        ):
             for name, path in kept[found].items():
                 _link(path, Path(place) / name)
             return read_bundle(Path(place), NAME)
@@ -105,7 +111,7 @@ class Store:
         return {key: files for key, files in found.items() if f"{NAME}.json" in files}
 
     def _keep(self, t: int) -> None:
-        """Keep the newest checkpoint under a name of its own, and remove those that are too old."""
+        """Keep the newest checkpoint under a name with its round, and remove those that are too old."""
         prefix = f"round-{t:06d}-start-{self.attempt:04d}."
         kept = self._kept()
         chosen: dict[int, tuple[int, int]] = {t: (self.attempt, t)}

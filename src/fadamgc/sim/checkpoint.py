@@ -1,4 +1,4 @@
-"""Checkpoints: a run in a folder, written as it goes, that can be resumed.
+"""Checkpoints: a run in a folder, written after its rounds, that can be resumed.
 
 In the folder:
 
@@ -22,7 +22,7 @@ from typing import Any
 from filelock import BaseFileLock
 
 from fadamgc.algorithm import AnyAlgorithm
-from fadamgc.errors import CheckpointError, OtherRunError, whole
+from fadamgc.errors import CheckpointError, OtherRunError, shown, whole
 from fadamgc.files import (
     Journal,
     as_json,
@@ -117,7 +117,7 @@ class Checkpoint:
             return None
         if not resume:
             raise CheckpointError(
-                f"{self.folder} already holds a checkpoint; pass resume=True to resume from it, or give "
+                f"{self.folder} already has a checkpoint; pass resume=True to resume from it, or give "
                 "another folder"
             )
         saved = self.read(algorithm, identity["algorithm"], identity)
@@ -247,4 +247,4 @@ def _difference(folder: Path, key: str, there: Any, here: Any) -> str:
     key = key.removeprefix("fingerprint.")
     if key == "schedule":
         return f"{folder} is a checkpoint of another run: its schedule differs in a round that is done"
-    return f"{folder} is a checkpoint of another run: {key}={there!r} there, {key}={here!r} here"
+    return f"{folder} is a checkpoint of another run: {key}={shown(there)} there, {key}={shown(here)} here"

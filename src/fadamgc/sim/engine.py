@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -87,27 +88,29 @@ def simulate(
         seed: of everything random; the same seed gives the same result, bit for bit.
         local_epochs: passes over the client's data, instead of ``local_steps``; K then differs.
         schedule: who takes part, ``[([sampled ids], [tracked ids]), ...]``, instead of a draw.
-        weights: "uniform", "size" (a client counts as its share of the data), or a number a client.
+        weights: "uniform", "size" (a client counts as its share of the data), or one number per client.
             A weighted run minimises the weighted mean of the clients' losses, and y is the weighted
             mean of the y_i.
         eval_every: evaluate after every so many rounds, and after the last.
         target: stop as soon as the metric reaches it.
-        on_nonfinite: "error", or "drop" to leave out a client whose update is not finite; its state
-            stays as it was and the record names it.
+        on_nonfinite: "error", or "drop" to skip a client whose update is not finite; its state stays as it
+            was and the record names it. A NonFiniteError ends the run in both cases if the server's state is
+            not finite, and with "drop" if more than half of all clients were dropped and none was left.
         cost: how rounds are priced; a finished run can be priced again.
         dtype: of model and data; None is the model's. With a 16-bit type, gradients are computed in that
             type, and x, the clients' states and all that is sent and added are float32.
         device: where to compute; None is the model's.
-        executor: "loop" (one client at a time: the reference), "threads" (one client a thread),
+        executor: "loop" (one client at a time: the reference), "threads" (one thread per client),
             "vectorized" (a block of clients at once, compiled in long runs), or "auto" (the fastest of
             them by a rule and, in long runs, by timing; ``run.settings["executor"]`` says which).
         states: where the clients' states are between rounds: "memory", "files" (in the checkpoint's
-            folder, or in a temporary one), or "auto" (files if they would take half of the memory).
+            folder, or in a temporary file), or "auto" (files if they would take over half of the memory).
         progress: show a progress bar, where there is a terminal to show it on.
         callbacks: functions of a RoundEnd, called after each round; one that returns True ends the run.
-        checkpoint: a folder to keep the state of the run in.
-        checkpoint_every: write it after every so many rounds, and after the last.
-        resume: go on from the checkpoint if there is one; start anew if there is none.
+        checkpoint: a folder for the state of the run; it is locked until the run ends, and a second run
+            gets a CheckpointInUseError.
+        checkpoint_every: rounds between two checkpoints; the last round always has one.
+        resume: resume from the checkpoint if there is one; start from round 1 if there is none.
 
     Returns:
         The run: ``run.x``, ``run.history``, ``run.rounds_to(0.9)`` and so on.
@@ -186,7 +189,7 @@ def prepare(*arguments: Any, make: Makers | None = None, **named: Any) -> tuple[
     settings.check(a.task.n, [len(x) for x, _ in a.task.pairs], a.algorithm)
     cost = a.cost or CostModel()
     cost.check(a.task.n)
-    if a.checkpoint is not None and not isinstance(a.checkpoint, (str, Path)):
+    if a.checkpoint is not None and not isinstance(a.checkpoint, (str, os.PathLike)):
         raise InputError(f"checkpoint={shown(a.checkpoint)} is not accepted; it must be the path of a folder")
     store = None if a.checkpoint is None else Path(a.checkpoint)
     engine = Engine(
@@ -430,8 +433,11 @@ class Engine:
         return record
 
     def _check_left(self, t: int, jobs: Sequence[Job], dropped: Sequence[int]) -> None:
-        """Refuse to continue when the updates of more than half of the clients, one round after the other,
-        have been dropped and none was left: it is the model that has diverged, and not a client."""
+        """Refuse to continue if no update is left and more than half of all clients have been dropped.
+
+        Rounds count since the last one with a finite update. So many clients at once show that the model has
+        diverged, and not a client.
+        """
         if len(dropped) < len(jobs):
             return
         gone = set(dropped)

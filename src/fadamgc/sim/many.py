@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -48,7 +49,7 @@ def simulate_many(
             place of the run and go on with the others.
         progress: show a progress bar, where there is a terminal to show it on.
         common: the arguments that all runs have in common. A ``checkpoint`` among them is a folder in which
-            each run has a folder of its own, ``run-0``, ``run-1`` and so on.
+            each run has its own folder, ``run-0``, ``run-1`` and so on.
 
     Returns:
         The runs, in the order of ``runs``.
@@ -79,12 +80,12 @@ def _arguments(i: int, own: Any, common: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(own, Mapping):
         raise InputError(f"runs[{i}]={shown(own)} is not accepted; give a dict of arguments of simulate")
     every = {**common, **own}
-    if isinstance(common.get("checkpoint"), (str, Path)) and "checkpoint" not in own:
+    if isinstance(common.get("checkpoint"), (str, os.PathLike)) and "checkpoint" not in own:
         every["checkpoint"] = Path(common["checkpoint"]) / f"run-{i}"
     for name in every:
         if name not in known:
             raise InputError(
-                f"runs[{i}]: {shown(name)} is no argument of simulate{nearest(str(name), known)}"
+                f"runs[{i}]: {shown(name)} is not an argument of simulate{nearest(str(name), known)}"
             )
     for name in ("algorithm", "task"):
         if name not in every:
@@ -96,7 +97,7 @@ def _check_folders(every: list[dict[str, Any]]) -> None:
     """Refuse a checkpoint folder that two runs would share."""
     owners: dict[Path, int] = {}
     for i, arguments in enumerate(every):
-        if not isinstance(arguments.get("checkpoint"), (str, Path)):
+        if not isinstance(arguments.get("checkpoint"), (str, os.PathLike)):
             continue  # none, or one that simulate refuses
         first = owners.setdefault(Path(arguments["checkpoint"]).resolve(), i)
         if first != i:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from fadamgc.algorithm import AnyAlgorithm, example
 from fadamgc.algorithms import algorithms, make_algorithm
-from fadamgc.errors import CheckpointError, FadamgcError, InputError, shown, whole
+from fadamgc.errors import CheckpointError, FadamgcError, InputError, cut, shown, whole
 from fadamgc.files import LazyTensor, read_bundle, write_bundle
 from fadamgc.flat import Flat
 from fadamgc.sim.cost import CostModel, Work
@@ -296,7 +296,7 @@ def find_algorithm(
         if not body.get("has_states", True):
             return None
     raise InputError(
-        f"algorithm {name[:80]!r} of {folder} is not registered here; call fadamgc.register before loading"
+        f"algorithm {shown(name)} of {folder} is not registered here; call fadamgc.register before loading"
     )
 
 
@@ -342,7 +342,7 @@ def sound(folder: Path, name: str | None = None) -> Iterator[None]:
         RecursionError,
         RuntimeError,
     ) as error:
-        raise CheckpointError(f"{where} is not a run of this version: {str(error)[:200]}") from None
+        raise CheckpointError(f"{where} is not a run of this version: {cut(str(error))}") from None
 
 
 def client_count(body: Mapping[str, Any]) -> int:

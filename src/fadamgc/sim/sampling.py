@@ -70,8 +70,8 @@ class Batches:
         width: samples in a full batch, B.
         samples: of the client.
         address: (seed, t, client) of the random orders; None: the client's own order, again and again.
-        period: the last of every so many batches is that of an epoch,
-        last: and has this many samples.
+        period: batches per epoch, if the last batch of an epoch is smaller; 1 if all batches are full.
+        last: samples in the last batch of an epoch.
     """
 
     steps: int

@@ -82,7 +82,7 @@ class Slots:
 
     Args:
         like: a state, for the types and shapes of its tensors.
-        folder: where the file is; None is a file without a name, which goes when this object does.
+        folder: where the file is; None is a file without a name, which is removed with this object.
         used: the slots in use, with their checksums, to resume with the file in the folder; None starts a
             new file.
         writing: False opens the file for reading only.
@@ -163,7 +163,7 @@ class Slots:
                 os.posix_fadvise(self._file, slot * self._slot, self._slot, os.POSIX_FADV_WILLNEED)
 
     def sync(self) -> None:
-        """Have everything that was put on the disk."""
+        """Write everything that was put into slots to the disk."""
         os.fsync(self._file)
         if self.folder is not None:
             sync_folder(self.folder)

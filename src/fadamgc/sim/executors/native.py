@@ -35,7 +35,7 @@ log = logging.getLogger("fadamgc")
 KEPT = 64  # codes that a process keeps
 FILES = 500  # and that are kept on disk
 TORCH_FOLDER = "TORCHINDUCTOR_CACHE_DIR"  # torch's variable
-TORCH_ROOM = 1 << 30  # bytes from which on old files in torch's folder are removed
+TORCH_ROOM = 1 << 30  # bytes of torch's folder above which its old files are removed
 DIGEST = hashlib.sha256().digest_size
 OPTIONS = {
     "cpp.threads": 1,
@@ -357,9 +357,14 @@ def _compile_in_private() -> None:
     if named is None or named == _torch_folder or named.startswith(default):
         folder = code_folder() / "torch"
         folder.mkdir(mode=0o700, exist_ok=True)
-        files = [path for path in folder.rglob("*") if path.is_file()]
-        if sum(path.stat().st_size for path in files) > TORCH_ROOM:
-            remove_old(files)  # torch makes again what it misses
+        files, size = [], 0
+        for path in folder.rglob("*"):
+            with suppress(OSError):  # another process removes its temporary files
+                if path.is_file():
+                    size += path.stat().st_size
+                    files.append(path)
+        if size > TORCH_ROOM:
+            remove_old(files)  # torch makes missing files again
         os.environ[TORCH_FOLDER] = _torch_folder = str(folder)
 
 
