@@ -53,8 +53,8 @@ class Flat:
         (kind,) = kinds
         if not kind.is_floating_point:
             raise InputError(
-                f"model={type(module).__name__} has trainable parameters of type {kind}; use a real type such "
-                "as torch.float32"
+                f"model={type(module).__name__} has trainable parameters of type {kind}; "
+                "use a real type such as torch.float32"
             )
         names, shapes = zip(*named, strict=True)
         return cls(names, shapes)
