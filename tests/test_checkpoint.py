@@ -232,6 +232,12 @@ def test_an_unregistered_algorithm_resumes(tmp_path):
         fadamgc.load_run(tmp_path / "run")
 
 
+def test_a_checkpoint_of_an_unregistered_algorithm_is_one_of_another_run(tmp_path):
+    simulate(tmp_path / "c", algo=Unregistered())
+    with pytest.raises(fadamgc.OtherRunError, match="algorithm='Unregistered' there"):
+        simulate(tmp_path / "c", algo=fadamgc.FedAvg())
+
+
 def test_a_resumed_run_keeps_its_executor(tmp_path):
     simulate(tmp_path / "c", rounds=2, executor="loop")
     assert simulate(tmp_path / "c").settings["executor"] == "loop"
@@ -392,16 +398,21 @@ def test_temporary_files_of_a_living_process_stay(tmp_path):
     sleeper = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
         (tmp_path / "c").mkdir()
-        living = tmp_path / "c" / f".checkpoint.json.{sleeper.pid}-0123abcd.tmp"
-        living.touch()
-        gone = tmp_path / "c" / ".checkpoint.json.999999999-0123abcd.tmp"
-        gone.touch()
-        mine = tmp_path / "c" / f".checkpoint.{os.getpid()}-0123abcd.tmp"  # of one with the same number
-        mine.touch()
+        here = files.this_machine()
+        living = tmp_path / "c" / f".checkpoint.json.{sleeper.pid}-{here}-0123abcd.tmp"
+        gone = tmp_path / "c" / f".checkpoint.json.999999999-{here}-0123abcd.tmp"
+        mine = tmp_path / "c" / f".checkpoint.{os.getpid()}-{here}-0123abcd.tmp"  # of one with this number
+        elsewhere = tmp_path / "c" / ".checkpoint.json.999999999-00000000-0123abcd.tmp"  # a shared disk
+        old = tmp_path / "c" / ".checkpoint.json.999999999-0123abcd.tmp"  # as the first version named it
+        for path in (living, gone, mine, elsewhere, old):
+            path.touch()
+        os.utime(old, (1e9, 1e9))
         simulate(tmp_path / "c")
         assert living.exists()
+        assert elsewhere.exists()
         assert not gone.exists()
         assert not mine.exists()
+        assert not old.exists()
     finally:
         sleeper.communicate(b"\n", timeout=60)
 

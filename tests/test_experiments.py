@@ -504,7 +504,7 @@ def test_what_a_kill_left_behind_is_removed_by_the_next_start(tmp_path):
     job = plan(spec_of(TINY), tmp_path)[0]
     (job.folder / "checkpoint").mkdir()
     (job.folder / "checkpoint" / "checkpoint.json").write_text("{}")
-    figure = tmp_path / ".partition.png.999999999-0123abcd.tmp"
+    figure = tmp_path / f".partition.png.999999999-{files.this_machine()}-0123abcd.tmp"
     figure.touch()
     before = {path for path in tmp_path.rglob("*") if path.is_file()}
     run_spec(spec_of(TINY), tmp_path, workers=1, quiet=True, resume=True)

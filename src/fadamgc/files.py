@@ -14,13 +14,16 @@ import hashlib
 import io
 import json
 import os
+import platform
 import re
 import secrets
 import stat
 import tempfile
+import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -33,6 +36,7 @@ from fadamgc.errors import CheckpointError, CheckpointInUseError, UnwritableErro
 
 FORMAT = 1
 LOCK = ".lock"
+OLD = 24 * 3600  # seconds after which a temporary file of another machine is a leftover
 CHUNK = 1 << 22  # bytes that are read at a time
 MOST_UNPACKED = 1 << 30  # bytes of a packed record; records of real runs pack at most 100 times smaller
 MOST_RATIO, SMALL = 300, 1 << 20
@@ -61,7 +65,7 @@ _being_written: set[str] = set()  # names of temporary files of this process
 @contextmanager
 def _replacing(folder: Path, name: str, private: bool) -> Iterator[tuple[BinaryIO, Callable[[Path], None]]]:
     """Open a temporary file; yield it with a function that closes the complete file and gives it its name."""
-    temporary = folder / f".{name}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
+    temporary = folder / f".{name}.{os.getpid()}-{this_machine()}-{secrets.token_hex(4)}.tmp"
     _being_written.add(temporary.name)
     try:
         mode = 0o600 if private else 0o666
@@ -93,12 +97,29 @@ def sync_folder(folder: Path) -> None:
 
 
 def remove_leftovers(folder: Path, name: str) -> None:
-    """Remove temporary files of a name that killed processes have left; those of living processes stay."""
+    """Remove temporary files of a name that killed processes have left; those of living processes stay.
+
+    Whether a process of another machine or container lives is not known: its files stay for a day.
+    """
     for path in folder.glob(f".{glob.escape(name)}*.tmp"):
-        found = re.fullmatch(r".*\.(\d+)-[0-9a-f]{8}\.tmp", path.name)
-        if found and path.name not in _being_written and not _alive(int(found[1])):
-            with suppress(OSError):
+        found = re.fullmatch(r".*\.(\d+)-([0-9a-f]{8})-[0-9a-f]{8}\.tmp", path.name)
+        with suppress(OSError):
+            if found and found[2] == this_machine():
+                left = path.name not in _being_written and not _alive(int(found[1]))
+            else:
+                left = time.time() - path.stat().st_mtime > OLD
+            if left:
                 path.unlink(missing_ok=True)
+
+
+@cache
+def this_machine() -> str:
+    """A short name for this machine, or this container: process numbers mean something only in it."""
+    try:
+        numbers = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        numbers = ""
+    return hashlib.sha256(f"{platform.node()} {numbers}".encode()).hexdigest()[:8]
 
 
 def _alive(pid: int) -> bool:

@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from fadamgc.errors import FadamgcError, InputError, whole
-from fadamgc.files import private_folder, write_atomic
+from fadamgc.files import make_folder, private_folder, write_atomic
 
 FILE = "federation.json"
 TOKEN = "operator.token"
@@ -117,7 +117,8 @@ class Federation:
             )
         for name in ("flower-superlink", "flower-supernode", "flower-superexec", "flwr"):
             _command(name)
-        for name in ("", "flwr", "keys", "logs", "states"):
+        make_folder(self.folder, private=True)  # one that exists may be the user's for other things, too
+        for name in ("flwr", "keys", "logs", "states"):
             private_folder(self.folder / name)
         link, *ports = free_ports(nodes + 1)
         if secure:

@@ -144,6 +144,9 @@ class Checkpoint:
     ) -> Run:
         """Read the checkpoint; one of another identity is refused before its states are looked at."""
         body, tensors = read_bundle(self.folder, NAME, (1, FORMAT))
+        if identity is not None:
+            with sound(self.folder, NAME):
+                self._compare(body["settings"], {"algorithm": identity["algorithm"]}, 0)
         algorithm = find_algorithm(self.folder, body, algorithm, expected)
         with sound(self.folder, NAME):
             old = body["format"] == 1
