@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import fadamgc
@@ -425,12 +427,105 @@ def test_the_states_of_a_run_that_was_extended_are_not_given(tmp_path):
     first.save(tmp_path / "saved")
     simulate(tmp_path / "c", rounds=6, states="files")
     for early in (first, as_it_is):
-        with pytest.raises(fadamgc.CheckpointError, match="has been written by a later run"):
+        with pytest.raises(fadamgc.CheckpointError, match="no longer has the states of this run"):
             list(early.clients)
-        with pytest.raises(fadamgc.CheckpointError, match="has been written by a later run"):
+        with pytest.raises(fadamgc.CheckpointError, match="no longer has the states of this run"):
             early.save(tmp_path / "saved")
     saved = fadamgc.load_run(tmp_path / "saved")  # what was there before the attempt
     assert all(torch.equal(a, client.y) for a, client in zip(expected, saved.clients, strict=True))
+
+
+@pytest.mark.parametrize("way", ["renamed", "linked", "damaged", "cut"])
+def test_states_that_change_behind_a_run_are_not_given(tmp_path, way):
+    """However the file of the states was reached: by another name of the folder, or of the file."""
+    first = simulate(tmp_path / "c", rounds=3, states="files")
+    file = tmp_path / "c" / "states" / "states.bin"
+    if way == "renamed":
+        (tmp_path / "c").rename(tmp_path / "d")
+        simulate(tmp_path / "d", rounds=8, states="files")
+    elif way == "linked":
+        shutil.copytree(tmp_path / "c", tmp_path / "d", copy_function=os.link)
+        simulate(tmp_path / "d", rounds=8, states="files")
+    else:
+        data = bytearray(file.read_bytes())
+        with open(file, "r+b") as opened:
+            opened.truncate(10) if way == "cut" else opened.write(bytes(b ^ 1 for b in data))
+    with pytest.raises(fadamgc.CheckpointError, match="no longer has the states|has been cut"):
+        list(first.clients)
+    with pytest.raises(fadamgc.CheckpointError, match="no longer has the states|has been cut"):
+        first.save(tmp_path / "saved")
+
+
+def test_a_lock_that_was_removed_stops_the_run(tmp_path):
+    """Or two runs would write to one file of states."""
+
+    def remove(end):
+        if end.record.round == 2:
+            (tmp_path / "c" / ".lock").unlink()
+            second.append(simulate(tmp_path / "c", rounds=6, states="files"))
+
+    second: list[fadamgc.Run] = []
+    with pytest.raises(fadamgc.CheckpointInUseError, match="was removed while a run was writing"):
+        simulate(tmp_path / "c", rounds=6, states="files", callbacks=[remove])
+    whole = simulate(None, resume=False, rounds=6)
+    assert_same_run(second[0], whole)
+    assert_same_run(simulate(tmp_path / "c", rounds=6, states="files"), whole)
+
+
+def test_the_working_directory_may_change(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = simulate(Path("c"), rounds=4, states="files", callbacks=[lambda end: os.chdir(HERE)])
+    assert_same_run(fadamgc.load_run(tmp_path / "c"), run)
+
+
+def test_a_journal_is_not_written_through_a_link(tmp_path):
+    (tmp_path / "c").mkdir()
+    (tmp_path / "mine.txt").write_text("mine")
+    (tmp_path / "c" / "checkpoint.jsonl").symlink_to(tmp_path / "mine.txt")
+    with pytest.raises(fadamgc.CheckpointError, match="cannot be written"):
+        simulate(tmp_path / "c")
+    assert (tmp_path / "mine.txt").read_text() == "mine"
+
+
+def test_a_finished_run_is_cleaned_up_when_it_is_opened(tmp_path):
+    """Killed between replacing the last checkpoint and removing the one before."""
+    simulate(tmp_path / "c")
+    before = contents(tmp_path / "c")
+    (tmp_path / "c" / "checkpoint-0123.safetensors").touch()
+    (tmp_path / "c" / f".checkpoint.json.999999999-{files.this_machine()}-0123abcd.tmp").touch()
+    simulate(tmp_path / "c")
+    assert contents(tmp_path / "c") == before
+
+
+def test_names_that_no_file_can_have(tmp_path):
+    for name in ("a\0b", "\ud800"):
+        with pytest.raises(fadamgc.CheckpointError, match="cannot be written"):
+            simulate(tmp_path / name)
+    with pytest.raises(fadamgc.CheckpointError, match="cannot be read|does not exist"):
+        fadamgc.load_run(tmp_path / ("x" * 300))
+
+
+def test_a_hyperparameter_without_a_value_may_be_absent(tmp_path):
+    algo = fadamgc.FedAdam(eta_l=0.01)
+    simulate(tmp_path / "c", algo=algo, rounds=2)
+    path = tmp_path / "c" / "checkpoint.json"
+    body = json.loads(path.read_text())
+    assert body["settings"]["hyperparameters"].pop("v0") is None
+    del body["sha256"]
+    path.write_text(json.dumps({"sha256": files._digest(body), **body}))
+    assert_same_run(simulate(tmp_path / "c", algo=algo), simulate(None, resume=False, algo=algo))
+
+
+def test_a_checkpoint_of_other_shapes_is_refused(tmp_path):
+    simulate(tmp_path / "c")
+    path = tmp_path / "c" / "checkpoint.json"
+    body = json.loads(path.read_text())
+    tensors = load_file(tmp_path / "c" / body["tensors"])
+    tensors["server.y"] = torch.zeros(3)
+    content = {k: v for k, v in body.items() if k not in ("sha256", "format", "tensors", "tensors_sha256")}
+    write_bundle(tmp_path / "c", "checkpoint", content, tensors, format=2)
+    with pytest.raises(fadamgc.CheckpointError, match="a server's y of torch.float32"):
+        simulate(tmp_path / "c", rounds=6)
 
 
 def test_a_new_run_in_the_same_place_leaves_an_old_one_its_states(tmp_path):

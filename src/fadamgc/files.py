@@ -154,7 +154,7 @@ def make_folder(folder: Path, private: bool = False) -> None:
         folder.mkdir(mode=0o700 if private else 0o777, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):  # no name, so nothing is left behind
             pass
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
         raise unwritable(folder, error) from error
 
 
@@ -170,8 +170,10 @@ def private_folder(folder: Path) -> None:
         raise CheckpointError(f"{folder} cannot be made private: {error.strerror or error}") from error
 
 
-def unwritable(path: Path, error: OSError) -> UnwritableError:
+def unwritable(path: Path, error: OSError | ValueError) -> UnwritableError:
     """The error for a folder or a file that cannot be written, such as on a full disk."""
+    if isinstance(error, ValueError):
+        return UnwritableError(f"{shown(str(path))} cannot be written: {error}")
     return UnwritableError(f"{path} cannot be written: {error.strerror or error}")
 
 
@@ -213,10 +215,16 @@ def write_bundle(
         write_atomic(folder / f"{name}.json", text.encode(), private)
     except OSError as error:
         raise unwritable(folder, error) from error
-    for other in folder.glob(f"{name}-*.safetensors"):
-        if other.name != file:
-            other.unlink(missing_ok=True)
+    remove_other_tensors(folder, name, file)
     remove_leftovers(folder, name)
+
+
+def remove_other_tensors(folder: Path, name: str, file: str | None) -> None:
+    """Remove the tensor files of earlier bundles of a name."""
+    for other in folder.glob(f"{glob.escape(name)}-*.safetensors"):
+        if other.name != file:
+            with suppress(OSError):
+                other.unlink(missing_ok=True)
 
 
 _NAMES = {
@@ -275,13 +283,13 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 
 def has_bundle(folder: Path, name: str) -> bool:
     """Whether a bundle was ever completed there."""
-    return _bundle(folder, name).exists()
+    return os.path.exists(_bundle(folder, name))
 
 
 def _bundle(folder: Path, name: str) -> Path:
     """Its file; one that was packed for keeping is read where it is the only one."""
     plain, packed = folder / f"{name}.json", folder / f"{name}.json.gz"
-    return packed if packed.exists() and not plain.exists() else plain
+    return packed if os.path.exists(packed) and not os.path.exists(plain) else plain
 
 
 def read_bundle(
@@ -315,9 +323,10 @@ def read_bundle(
         )
     if body["tensors"] is None:
         return body, {}
-    if not isinstance(body["tensors"], str) or Path(body["tensors"]).name != body["tensors"]:
-        raise CheckpointError(f"{path} names no tensor file in its folder: {shown(body['tensors'])}")
-    return body, _read_tensors(folder / body["tensors"], path, body.get("tensors_sha256"))
+    file = body["tensors"]
+    if not isinstance(file, str) or not re.fullmatch(r"[\w-]+\.safetensors", file, re.ASCII):
+        raise CheckpointError(f"{path} names no tensor file in its folder: {shown(file)}")
+    return body, _read_tensors(folder / file, path, body.get("tensors_sha256"))
 
 
 def _unpacked(path: Path, data: bytes) -> bytes:
@@ -350,7 +359,7 @@ def _read_tensors(path: Path, named_by: Path, digest: Any) -> dict[str, Tensor]:
         with safe_open(path, framework="pt") as file:
             # Copies: what is read must not change if somebody writes to the file later.
             return {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, RuntimeError) as error:
         raise CheckpointError(f"{path} is not a safetensors file: {error}") from error
 
 
@@ -373,7 +382,8 @@ class Journal:
     def append(self, items: Iterable[Mapping[str, Any]]) -> None:
         """Add lines after those that count; what a killed process wrote after them is removed."""
         data = b"".join(json.dumps(item).encode() + b"\n" for item in items)
-        with open(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600), "r+b") as file:
+        follow = getattr(os, "O_NOFOLLOW", 0)  # a link would lead out of the folder
+        with open(os.open(self.path, os.O_RDWR | os.O_CREAT | follow, 0o600), "r+b") as file:
             file.truncate(self.size)
             file.seek(self.size)
             file.write(data)
@@ -389,7 +399,7 @@ class Journal:
             data = b""
             if size:
                 with open(self.path, "rb") as file:
-                    data = file.read(size)
+                    data = file.read(min(size, os.fstat(file.fileno()).st_size))
         except (KeyError, TypeError, ValueError, OverflowError):
             raise CheckpointError(f"{named_by} does not say how long {self.path.name} is") from None
         except OSError as error:

@@ -51,7 +51,7 @@ from fadamgc.experiments.spec import (
     TaskSpec,
     TextTask,
 )
-from fadamgc.files import as_json, has_bundle, write_atomic
+from fadamgc.files import as_json, has_bundle, remove_leftovers, write_atomic
 from fadamgc.sim.cores import one_thread
 from fadamgc.sim.engine import Engine, Hooks, Makers, RoundEnd, prepare, simulate
 from fadamgc.sim.executors.native import compiler
@@ -218,6 +218,7 @@ class Job:
             if self.load() is None:
                 return False
             shutil.rmtree(self.folder / CHECKPOINT, ignore_errors=True)
+            remove_leftovers(self.folder, "run")
             return True
         except CheckpointError as error:
             if is_system_error(error):
@@ -378,8 +379,10 @@ def run_jobs(
     if compiler() is not None:
         code_folder()  # if it is a temporary one, the processes share it
     context = get_context("spawn")
-    stop, messages = context.Event(), context.SimpleQueue()
-    pool = ProcessPoolExecutor(count, context, _start_worker, (stop, messages))
+    # Pipes and not queues or events: those have locks, which a worker that is killed would keep for good.
+    stop, stopper = context.Pipe(duplex=False)
+    messages, sender = context.Pipe(duplex=False)
+    pool = ProcessPoolExecutor(count, context, _start_worker, (stop, sender))
     listener = threading.Thread(target=_listen, args=(messages, progress, warn), daemon=True)
     listener.start()
     try:
@@ -401,10 +404,12 @@ def run_jobs(
         ) from None
     finally:
         with no_interrupts():
-            stop.set()
+            stopper.send_bytes(b"stop")  # nobody reads it, so all workers see it
             pool.shutdown(cancel_futures=True)
-            messages.put(None)
+            sender.send_bytes(END)
             listener.join()
+            for end in (stop, stopper, messages, sender):
+                end.close()
 
 
 def check_workers(workers: int | None) -> None:
@@ -434,12 +439,15 @@ def _advance(progress: Progress, group: Sequence[int], i: int) -> bool:
 # In the workers.
 
 _stop: Any = None
-_messages: Any = None
+_sender: Any = None
+
+END, ROUND, WARNING = b"e", b"r", b"w"  # how a message starts
+LONGEST = 3_000  # bytes of a warning: what fits into a pipe at once is written whole, whoever else writes
 
 
-def _start_worker(stop: Any, messages: Any) -> None:
-    global _stop, _messages
-    _stop, _messages = stop, messages
+def _start_worker(stop: Any, sender: Any) -> None:
+    global _stop, _sender
+    _stop, _sender = stop, sender
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it and says what to do
     torch.set_num_threads(1)
     threading.Thread(target=_die_with_parent, daemon=True).start()
@@ -454,16 +462,19 @@ def _die_with_parent() -> None:
 
 def _work(group: list[int], jobs: list[Job]) -> list[Outcome]:
     def on_round(i: int) -> bool:
-        _messages.put(group[i])
-        return bool(_stop.is_set())
+        _sender.send_bytes(ROUND + str(group[i]).encode())
+        return bool(_stop.poll())
 
-    return execute(jobs, on_round, warn=_messages.put)
+    def warn(message: str) -> None:
+        _sender.send_bytes(WARNING + message.encode(errors="replace")[:LONGEST])
+
+    return execute(jobs, on_round, warn)
 
 
 def _listen(messages: Any, progress: Progress, warn: Warn) -> None:
-    """Read messages until None: a number is the job that had a round, a text is a warning."""
-    while (message := messages.get()) is not None:
-        if isinstance(message, str):
-            warn(message)
+    """Read messages until the end: which job had a round, and warnings."""
+    while (message := messages.recv_bytes()) != END:
+        if message.startswith(WARNING):
+            warn(message[1:].decode(errors="replace"))
         else:
-            progress(message)
+            progress(int(message[1:]))

@@ -146,7 +146,7 @@ class Row:
         """The line of a method from its runs; ``stopped`` more have left no record because they diverged."""
         rounds = [run.rounds_to(target) for run in runs] if target is not None else []
         minutes = [run.minutes_to(target) for run in runs] if target is not None else []
-        finals = [final for run in runs if (final := run.history[-1].test_metric) is not None]
+        finals = [final for run in runs if (final := _last_metric(run)) is not None]
         records = [record for run in runs for record in run.history]
         return cls(
             method=method,
@@ -165,6 +165,10 @@ class Row:
     def all_diverged(self) -> bool:
         """Whether no run is left."""
         return 0 < self.runs == self.diverged
+
+
+def _last_metric(run: Run) -> float | None:
+    return run.history[-1].test_metric if run.history else None
 
 
 def _average(run: Run) -> float | None:
@@ -199,6 +203,9 @@ def curves(results: Results) -> pd.DataFrame:
     return pd.concat(frames, ignore_index=True)[[*columns, "test_metric"]]
 
 
+LARGEST = 1e300  # of the numbers that are drawn: an axis needs room above them
+
+
 def mean_curves(results: Results, table: pd.DataFrame) -> dict[str, pd.DataFrame]:
     """By method, over the rounds in which all its runs have a value: round, minutes, mean, and mean -+ std.
 
@@ -209,7 +216,7 @@ def mean_curves(results: Results, table: pd.DataFrame) -> dict[str, pd.DataFrame
     lines = {}
     for label, runs in results.runs.items():
         metric = table["test_metric"].astype(float)
-        drawn = np.isfinite(metric) & (metric > 0 if results.logarithmic else True)
+        drawn = (np.abs(metric) < LARGEST) & (metric > 0 if results.logarithmic else True)
         own = table[(table["method"] == label) & drawn]
         values = metric[own.index]
         if results.logarithmic:

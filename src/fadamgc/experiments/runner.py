@@ -33,7 +33,7 @@ from fadamgc.experiments.pool import (
 )
 from fadamgc.experiments.reading import load_spec
 from fadamgc.experiments.spec import STEPS, Spec
-from fadamgc.files import LOCK, hold, write_atomic
+from fadamgc.files import LOCK, hold, make_folder, write_atomic
 from fadamgc.task import Task
 
 SPEC = "spec.toml"
@@ -215,7 +215,7 @@ def prepare(out: Path, resume: bool, overwrite: bool) -> None:
         raise InputError(f"out={str(out)!r} is a file; give a folder")
     try:
         out.mkdir(parents=True, exist_ok=True)
-        held = any(path.name != LOCK for path in out.iterdir())
+        held = any(not _is_left(path.name) for path in out.iterdir())
         if held and not (out / SPEC).exists():
             raise InputError(
                 f"out={str(out)!r} holds other files and no experiment; give a new or empty folder"
@@ -230,10 +230,15 @@ def prepare(out: Path, resume: bool, overwrite: bool) -> None:
                 f"out={str(out)!r} already holds an experiment; --resume goes on with it, "
                 "--overwrite replaces it, --out names another folder"
             )
-        write_atomic(out / ".writable", b"")
-        (out / ".writable").unlink()
-    except OSError as error:
-        raise InputError(f"out={str(out)!r} cannot be written: {error.strerror}") from None
+        make_folder(out)
+    except (OSError, UnwritableError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise InputError(f"out={str(out)!r} cannot be written: {reason}") from None
+
+
+def _is_left(name: str) -> bool:
+    """Whether a file is a lock, or what a process left that was killed before it wrote an experiment."""
+    return name in (LOCK, ".writable") or (name.startswith(".") and name.endswith(".tmp"))
 
 
 def write_spec(spec: Spec, out: Path) -> None:

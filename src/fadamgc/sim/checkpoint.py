@@ -22,8 +22,9 @@ from typing import Any
 from filelock import BaseFileLock
 
 from fadamgc.algorithm import AnyAlgorithm
-from fadamgc.errors import CheckpointError, OtherRunError, shown, whole
+from fadamgc.errors import CheckpointError, CheckpointInUseError, OtherRunError, shown, whole
 from fadamgc.files import (
+    LOCK,
     Journal,
     as_json,
     has_bundle,
@@ -31,6 +32,8 @@ from fadamgc.files import (
     lock,
     make_folder,
     read_bundle,
+    remove_leftovers,
+    remove_other_tensors,
     unwritable,
     write_bundle,
 )
@@ -85,6 +88,7 @@ class Checkpoint:
     """
 
     def __init__(self, folder: Path, writing: bool = True) -> None:
+        folder = folder.absolute()  # the working directory may change
         self.folder, self.writing = folder, writing
         self.slots: Slots | None = None
         self._lock: BaseFileLock | None = None
@@ -101,6 +105,15 @@ class Checkpoint:
             return  # nobody can write there, so there is nothing to wait for
         if self._lock is None:
             raise in_use(folder)
+        self._locked = _identity(folder / LOCK)
+
+    def _check_lock(self) -> None:
+        """Refuse to write once the lock file was removed: another run may have locked a new one."""
+        if _identity(self.folder / LOCK) != self._locked:
+            raise CheckpointInUseError(
+                f"{self.folder / LOCK} was removed while a run was writing to the folder, and another run "
+                "may be using it; this run ends, and its last checkpoint stays as it is"
+            )
 
     def close(self) -> None:
         """Unlock the folder. States that are in it can be read until another run writes there."""
@@ -121,6 +134,8 @@ class Checkpoint:
                 "another folder"
             )
         saved = self.read(algorithm, identity["algorithm"], identity)
+        remove_leftovers(self.folder, NAME)
+        remove_other_tensors(self.folder, NAME, self._tensors)
         done = len(saved.history)
         if done > settings.rounds:
             raise CheckpointError(
@@ -144,6 +159,7 @@ class Checkpoint:
     ) -> Run:
         """Read the checkpoint; one of another identity is refused before its states are looked at."""
         body, tensors = read_bundle(self.folder, NAME, (1, FORMAT))
+        self._tensors = body["tensors"]
         if identity is not None:
             with sound(self.folder, NAME):
                 self._compare(body["settings"], {"algorithm": identity["algorithm"]}, 0)
@@ -172,10 +188,12 @@ class Checkpoint:
     def new_slots(self, initial: Any) -> Slots:
         """A new file for clients' states like the initial one."""
         self.slots, self._table = Slots(initial, self.folder / STATES), {}
+        self.slots.before_write = self._check_lock
         return self.slots
 
     def write(self, run: Run) -> None:
         """Replace the checkpoint."""
+        self._check_lock()
         clients = run.clients
         slots = self.new_slots(clients.initial) if self.slots is None else self.slots
         try:
@@ -190,6 +208,7 @@ class Checkpoint:
             self._journal.append(lines)
         except OSError as error:
             raise unwritable(self.folder, error) from error
+        self._check_lock()
         content = described(run) | {"journal": self._journal.mark()}
         write_bundle(self.folder, NAME, content, server_tensors(run), format=FORMAT, private=True)
         if not isinstance(clients, FileStates):
@@ -227,16 +246,31 @@ class Checkpoint:
         if len(used) != len(entries):
             raise ValueError("two clients have the same slot")
         self.slots = Slots(initial, self.folder / STATES, used, self.writing)
+        self.slots.before_write = self._check_lock
         self.slots.check(self._table)
         return FileStates(n, initial, self.slots, self._table)
 
     def _compare(self, settings: Mapping[str, Any], identity: Mapping[str, Any], done: int) -> None:
         for key, here in identity.items():
-            saved, here = settings.get(key), as_json(here)
+            saved, here = _without_none(settings.get(key)), _without_none(as_json(here))
             if key == "schedule" and saved and here:  # it may have been made longer
                 saved, here = saved[:done], here[:done]
             if saved != here:
                 raise OtherRunError(_difference(self.folder, key, saved, here))
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Which file a path leads to; None if there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _without_none(value: Any) -> Any:
+    """A table without the keys that have no value."""
+    return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
 
 
 def _difference(folder: Path, key: str, there: Any, here: Any) -> str:

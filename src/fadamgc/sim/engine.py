@@ -300,11 +300,20 @@ class Engine:
         """Start where another run was."""
         device, clients = self.problem.device, saved.clients
         self.server = _to(saved.server, device)
-        if self.server.x.dtype != self.problem.x0.dtype:
-            raise CheckpointError(
-                f"the checkpoint has x of {self.server.x.dtype}, this version keeps {self.problem.x0.dtype}; "
-                "start again in another folder"
-            )
+        g = self.problem.x0 if self.algorithm.init_gradient else None
+        expected = {
+            "server": (self.server, self.algorithm.init_server(self.problem.x0, g)),
+            "client": (clients.initial, self.algorithm.init_client(self.problem.x0, g)),
+        }
+        for whose, (states, likes) in expected.items():
+            for name, state, like in zip(likes._fields, states, likes, strict=True):
+                if (state.dtype, state.shape) != (like.dtype, like.shape):
+                    raise CheckpointError(
+                        f"the checkpoint has a {whose}'s {name} of {state.dtype} {tuple(state.shape)}, this "
+                        f"version keeps {like.dtype} {tuple(like.shape)}; start again in another folder"
+                    )
+        if clients.n != self.problem.n:
+            raise CheckpointError(f"the checkpoint has n={clients.n} clients, the task has {self.problem.n}")
         if isinstance(clients, FileStates):
             clients.initial = clients.slots.like = _to(clients.initial, device)
             self.clients = clients.in_memory() if self.states == "memory" else clients

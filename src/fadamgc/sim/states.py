@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import mmap
 import os
-import secrets
 import tempfile
 import weakref
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
 
 import torch
 
 from fadamgc.errors import CheckpointError, UnwritableError
-from fadamgc.files import private_folder, sync_folder, tensor_bytes, write_atomic
+from fadamgc.files import private_folder, sync_folder, tensor_bytes
 from fadamgc.machine import memory
 
 FILE = "states.bin"
-OWNER = "owner"  # which run was the last to write to the file
 PAGE = mmap.ALLOCATIONGRANULARITY
 
 
@@ -107,17 +105,16 @@ class Slots:
         self._free = sorted(set(range(self._end)) - self.crc.keys(), reverse=True) if self._slot else []
         self._named: set[int] = set(self.crc)  # by the last checkpoint
         self._released: set[int] = set()  # free as soon as there is another checkpoint
-        self._owning = False
         self._closed = not writing
-        self._owner = self._last_owner()
+        self.before_write: Callable[[], None] = lambda: None  # may refuse
 
     def put(self, state: Any) -> int:
         """Write a state into a free slot."""
+        self.before_write()
         slot = self._free.pop() if self._free else self._end
         self._end = max(self._end, slot + 1)
         place, crc = slot * self._slot, 0
         try:
-            self._become_owner()
             for tensor in state:
                 data = tensor_bytes(tensor)
                 crc = zlib.crc32(data, crc) if self.folder is not None else 0
@@ -138,13 +135,13 @@ class Slots:
             return self.like
         state = self._mapped(slot)
         if self._closed:
-            # Another run may use the file from now on: copy the state, then see whether one has.
+            # Another run may write to the file from now on: copy the state, then compare its checksum.
             state = type(state)(*(tensor.clone() for tensor in state))
-            if self._taken_over():
+            if _checksum(state) != self.crc[slot]:
                 raise CheckpointError(
-                    f"{self.path} has been written by a later run, so the states of this one are no longer "
-                    "there; save a run with run.save before it is extended in its checkpoint folder, or "
-                    "read the later run with fadamgc.load_run"
+                    f"{self.path} no longer has the states of this run: a later run has replaced them, or "
+                    "the file is damaged. Save a run with run.save before it is extended in its checkpoint "
+                    "folder, or read the later run with fadamgc.load_run"
                 )
         return state
 
@@ -182,10 +179,7 @@ class Slots:
     def check(self, slots: Mapping[int, int]) -> None:
         """Refuse a file in which a client's state is not the one that was saved."""
         for client, slot in slots.items():
-            crc = 0
-            for tensor in self._mapped(slot) if self._size else ():
-                crc = zlib.crc32(tensor_bytes(tensor), crc)
-            if crc != self.crc[slot]:
+            if _checksum(self._mapped(slot) if self._size else ()) != self.crc[slot]:
                 raise CheckpointError(
                     f"{self.path} is damaged: the state of client {client} is not the one that was "
                     "saved; start again in another folder"
@@ -197,7 +191,10 @@ class Slots:
         return Path(tempfile.gettempdir() if self.folder is None else self.folder) / FILE
 
     def _mapped(self, slot: int) -> Any:
-        mapped = mmap.mmap(self._file, self._size, access=mmap.ACCESS_COPY, offset=slot * self._slot)
+        try:
+            mapped = mmap.mmap(self._file, self._size, access=mmap.ACCESS_COPY, offset=slot * self._slot)
+        except (ValueError, OSError) as error:
+            raise CheckpointError(f"{self.path} is damaged: it has been cut ({error})") from None
         fields, at = [], 0
         for like in self.like:
             count = like.numel()
@@ -205,33 +202,6 @@ class Slots:
             fields.append(tensor.view(like.shape).to(like.device))
             at += count * like.element_size()
         return type(self.like)(*fields)
-
-    # The owner is the run that was the last to write to the file; a run that has ended reads its states only
-    # while it is the owner.
-
-    def _become_owner(self) -> None:
-        assert not self._closed
-        if self._owning:
-            return
-        self._owning = True
-        if self.folder is not None:
-            self._owner = secrets.token_hex(16).encode()
-            write_atomic(self.folder / OWNER, self._owner, private=True)
-
-    def _last_owner(self) -> bytes:
-        try:
-            return b"" if self.folder is None else (self.folder / OWNER).read_bytes()
-        except OSError:
-            return b""
-
-    def _taken_over(self) -> bool:
-        if self.folder is None or self._last_owner() == self._owner:
-            return False
-        try:
-            there, here = os.stat(self.path), os.fstat(self._file)
-        except OSError:
-            return False  # the file was removed, so nobody can write to the one that is open here
-        return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
 
 
 def _open(folder: Path | None, new: bool, writing: bool) -> int:
@@ -311,6 +281,13 @@ class FileStates(ClientStates):
 
     def _read(self, kept: int) -> Any:
         return self.slots.get(kept)
+
+
+def _checksum(state: Any) -> int:
+    crc = 0
+    for tensor in state:
+        crc = zlib.crc32(tensor_bytes(tensor), crc)
+    return crc
 
 
 def _size(state: Any) -> int:
