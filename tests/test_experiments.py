@@ -514,6 +514,13 @@ def test_what_a_kill_left_behind_is_removed_by_the_next_start(tmp_path):
     assert gone == {figure, job.folder / "checkpoint" / "checkpoint.json"}
 
 
+def test_a_folder_in_which_a_killed_process_left_temporary_files_is_empty(tmp_path):
+    for name in (".lock", ".writable", ".spec.toml.999999999-01234567-0123abcd.tmp"):
+        (tmp_path / name).touch()
+    run_spec(spec_of(TINY), tmp_path, workers=1, quiet=True)
+    assert all(job.saved() for job in plan(spec_of(TINY), tmp_path))
+
+
 def test_where_there_is_no_terminal_lines_say_how_long_it_will_take(tmp_path, capsys):
     run_spec(spec_of(TINY), tmp_path, workers=1)
     preparing, checking, *lines = capsys.readouterr().err.splitlines()

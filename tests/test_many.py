@@ -148,7 +148,7 @@ def test_callbacks_and_checkpoints_are_each_run_s_own(tmp_path):
     ("runs", "options", "said"),
     [
         ([{"seed": 1}], {}, r"runs\[0\] has no algorithm; give it there, or to all runs"),
-        ([{"algorithm": fadamgc.FedAvg(), "sede": 1}], {}, r"runs\[0\]: 'sede' is no argument.*'seed'"),
+        ([{"algorithm": fadamgc.FedAvg(), "sede": 1}], {}, r"runs\[0\]: 'sede' is not an argument.*'seed'"),
         ([fadamgc.FedAvg()], {}, r"runs\[0\]=FedAvg.*give a dict of arguments of simulate"),
         ([], {"workers": 0}, "workers=0 is not accepted"),
         ([], {"errors": "ignore"}, "errors='ignore' is not accepted; it must be 'raise' or 'return'"),

@@ -11,8 +11,9 @@ import math
 import re
 import shutil
 import subprocess
+import threading
+from multiprocessing import Pipe
 from pathlib import Path
-from queue import SimpleQueue
 from types import SimpleNamespace
 
 import pandas as pd
@@ -170,7 +171,7 @@ def test_a_method_that_diverges_leaves_the_table_to_the_others(tmp_path, figures
     texts += [(tmp_path / name).read_text() for name in ("results.md", "results.tex", "report.html")]
     for text in texts:
         assert "diverged" in text
-        assert re.search(r"\d\.\d\de-\d\d", text)
+        assert re.search(r"\d\.\d\d(e-\d\d| \\cdot 10\^\{-\d+\})", text)
     row = pd.read_csv(tmp_path / "results.csv").set_index("method").loc["FedAvg"]
     assert (row["runs"], row["runs_diverged"]) == (2, 2)
     assert math.isnan(row["final_mean"])
@@ -258,6 +259,16 @@ def test_a_metric_that_is_never_finite_has_no_curve(tmp_path, figures):
     forge(tmp_path, [math.inf])
     results = write_report(tmp_path)
     assert mean_curves(results, curves(results)) == {}
+
+
+def test_the_largest_numbers_and_runs_without_rounds_are_reported(copy):
+    forge(copy, [1.7e308] * 2)
+    results = write_report(copy)
+    assert "FedAvg" not in mean_curves(results, curves(results))
+    assert cells(results)[0][3].text.startswith("1.70e+308")
+    for job in plan(parse_spec((copy / "spec.toml").read_text(), ""), copy)[:2]:
+        dataclasses.replace(job.saved(), history=[]).save(job.folder, states=False)
+    assert cells(write_report(copy))[0][3].text == DASH
 
 
 def test_a_metric_that_is_sometimes_0_has_a_logarithmic_axis_without_that_round(copy):
@@ -372,14 +383,26 @@ def test_a_checkpoint_that_cannot_be_read_is_moved_aside_and_named(tmp_path):
 def test_a_warning_of_a_worker_reaches_the_user(tmp_path, monkeypatch):
     job = stopped(tmp_path)
     newer_format(job)
-    messages, said = SimpleQueue(), []
-    monkeypatch.setattr(pool, "_messages", messages)
-    monkeypatch.setattr(pool, "_stop", SimpleNamespace(is_set=lambda: False))
-    pool._work([0], [job])
-    messages.put(None)
-    pool._listen(messages, lambda i: None, said.append)
+    messages, sender = Pipe(duplex=False)
+    stop, stopper = Pipe(duplex=False)
+    rounds, said = [], []
+    monkeypatch.setattr(pool, "_sender", sender)
+    monkeypatch.setattr(pool, "_stop", stop)
+    listener = threading.Thread(target=pool._listen, args=(messages, rounds.append, said.append))
+    listener.start()
+    pool._work([7], [job])
+    sender.send_bytes(pool.END)
+    listener.join(timeout=60)
     assert len(said) == 1
     assert "moved to" in said[0]
+    assert rounds == [7] * job.run.rounds
+    stopper.send_bytes(b"stop")
+    (job.folder / "run.json").unlink()
+    for _ in range(2):  # what says stop stays there for every worker
+        with pytest.raises(pool.Stopped):
+            pool._work([7], [job])
+    for end in (messages, sender, stop, stopper):
+        end.close()
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.ENOSPC])

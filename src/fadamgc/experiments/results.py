@@ -193,12 +193,16 @@ def curves(results: Results) -> pd.DataFrame:
     frames = []
     for label, runs in results.runs.items():
         for run in runs:
+            if not run.history:
+                continue
             frame = run.to_pandas()
             frame.insert(0, "method", label)
             frame.insert(1, "seed", run.settings["seed"])
             frame["minutes"] = frame["simulated_seconds"].cumsum() / 60
             frame["bytes"] = (frame["bytes_down"] + frame["bytes_up"]).cumsum()
             frames.append(frame)
+    if not frames:
+        raise InputError(f"the runs of {results.spec.name!r} have no rounds; run at least one")
     columns = ["method", "seed", "round", "minutes", "bytes", "train_loss", "test_loss", "test_accuracy"]
     return pd.concat(frames, ignore_index=True)[[*columns, "test_metric"]]
 
