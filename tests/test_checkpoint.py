@@ -503,6 +503,9 @@ def test_names_that_no_file_can_have(tmp_path):
             simulate(tmp_path / name)
     with pytest.raises(fadamgc.CheckpointError, match="cannot be read|does not exist"):
         fadamgc.load_run(tmp_path / ("x" * 300))
+    with pytest.raises(fadamgc.CheckpointError, match="cannot be written: File name too long") as error:
+        simulate(tmp_path / ("x" * 5_000))
+    assert len(str(error.value)) < 400
 
 
 def test_a_hyperparameter_without_a_value_may_be_absent(tmp_path):

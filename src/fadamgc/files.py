@@ -32,7 +32,7 @@ from filelock import BaseFileLock, FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from fadamgc.errors import CheckpointError, CheckpointInUseError, UnwritableError, shown
+from fadamgc.errors import CheckpointError, CheckpointInUseError, UnwritableError, cut, shown
 
 FORMAT = 1
 LOCK = ".lock"
@@ -174,7 +174,7 @@ def unwritable(path: Path, error: OSError | ValueError) -> UnwritableError:
     """The error for a folder or a file that cannot be written, such as on a full disk."""
     if isinstance(error, ValueError):
         return UnwritableError(f"{shown(str(path))} cannot be written: {error}")
-    return UnwritableError(f"{path} cannot be written: {error.strerror or error}")
+    return UnwritableError(f"{cut(str(path))} cannot be written: {error.strerror or error}")
 
 
 # Bundles.
