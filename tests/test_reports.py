@@ -43,25 +43,27 @@ from fadamgc.experiments.summary import Entry, figure, latex
 from fadamgc.experiments.summary import markdown as summary_markdown
 from fadamgc.experiments.tune import tune
 
+RUN = """[run]
+rounds = 6
+local_steps = 2
+seeds = [0, 1]
+target = 1e-3
+executor = "loop"
+"""
 SPEC = """
 name = "small"
 [task]
 data = "quadratics"
 clients = 3
 dim = 3
-[run]
-rounds = 6
-local_steps = 2
-seeds = [0, 1]
-target = 1e-3
-executor = "loop"
+RUN_SECTION
 [[method]]
 algorithm = "fedavg"
 eta_l = ETA
 [[method]]
 algorithm = "scaffold"
 eta_l = 0.09
-"""
+""".replace("RUN_SECTION\n", RUN)
 DIVERGES = 10.0  # the model stays finite for some rounds in which its metric is not
 STUDY = """
 name = "theory"
@@ -73,12 +75,7 @@ measures = ["rounds", "final", "average"]
 data = "quadratics"
 dim = 3
 measure = "gradient"
-[run]
-rounds = 6
-local_steps = 2
-seeds = [0, 1]
-target = 1e-3
-executor = "loop"
+RUN_SECTION
 [[method]]
 algorithm = "fadamgc"
 [[method]]
@@ -92,7 +89,7 @@ task = { clients = 2 }
 name = "four"
 value = 4
 task = { clients = 4 }
-"""
+""".replace("RUN_SECTION\n", RUN)
 
 
 def fadamgc(*words):

@@ -380,7 +380,7 @@ class Journal:
         return {"bytes": self.size, "sha256": self._sha.hexdigest()}
 
     def append(self, items: Iterable[Mapping[str, Any]]) -> None:
-        """Add lines after those that count; what a killed process wrote after them is removed."""
+        """Add lines after the lines that count; remove what a killed process wrote after them."""
         data = b"".join(json.dumps(item).encode() + b"\n" for item in items)
         follow = getattr(os, "O_NOFOLLOW", 0)  # a link would lead out of the folder
         with open(os.open(self.path, os.O_RDWR | os.O_CREAT | follow, 0o600), "r+b") as file:

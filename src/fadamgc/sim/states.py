@@ -146,7 +146,7 @@ class Slots:
         return state
 
     def free(self, slots: Iterable[int]) -> None:
-        """Give slots back; those that the last checkpoint names become free with the next checkpoint."""
+        """Give slots back; slots that the last checkpoint names become free with the next checkpoint."""
         for slot in slots:
             if slot in self._named:
                 self._released.add(slot)
@@ -173,7 +173,7 @@ class Slots:
         self._released.clear()
 
     def close(self) -> None:
-        """Write no more; states are still read, until another run writes to the file."""
+        """Stop writing. States can be read until another run replaces them in the file."""
         self._closed = True
 
     def check(self, slots: Mapping[int, int]) -> None:
