@@ -35,7 +35,7 @@ fuzz: install  ## Try bad input of every kind; SEED=1 BUDGET='specs=20000 argume
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --seed $(SEED) --processes $(WORKERS) $(BUDGET)
 
 results: install  ## Write docs/results.md from the records under results/
-	$(BIN)/python -m fadamgc.experiments.comparison results docs/results.md
+	$(BIN)/python -m fadamgc.paper.comparison results docs/results.md
 
 bench: install  ## Measure beside a bare loop, pfl and Flower (over an hour; nothing else should run)
 	$(BIN)/python benchmarks/bench.py

@@ -13,12 +13,12 @@ from torch import nn
 
 import fadamgc
 from fadamgc.algorithm import Cohort, add, example
-from fadamgc.algorithms import algorithm_class
-from fadamgc.sim.cost import traffic
+from fadamgc.federation.cost import traffic
+from fadamgc.federation.problem import Problem
+from fadamgc.federation.sampling import batches, draw
+from fadamgc.methods import algorithm_class
 from fadamgc.sim.executors import ThreadsExecutor, VectorizedExecutor
-from fadamgc.sim.executors.native import compiler
-from fadamgc.sim.problem import Problem
-from fadamgc.sim.sampling import batches, draw
+from fadamgc.sim.executors.machine_code import compiler
 from problems import EVEN, class_task, settings_for
 
 NAMES = fadamgc.algorithms()

@@ -24,9 +24,9 @@ from torch import nn
 
 import fadamgc
 from fadamgc import files
+from fadamgc.federation.client_states import ClientStates
+from fadamgc.federation.run import described, server_tensors
 from fadamgc.files import write_bundle
-from fadamgc.sim.run import described, server_tensors
-from fadamgc.sim.states import ClientStates
 from killed import ROUNDS, run
 from problems import class_task, mlp
 
@@ -119,7 +119,7 @@ def test_a_task_is_the_same_in_every_process():
     """Nothing in its fingerprint depends on the order of a set, which differs from process to process."""
     code = (
         "from problems import class_task, mlp; from torch import nn\n"
-        "from fadamgc.sim.problem import Problem\n"
+        "from fadamgc.federation.problem import Problem\n"
         "print(Problem(class_task(model=mlp(0, nn.BatchNorm1d(8)), sizes=(4, 8))).fingerprint)"
     )
     seen = {

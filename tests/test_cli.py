@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from fadamgc.cli import app
-from fadamgc.experiments.runner import only_one
+from fadamgc.cli.main import app
+from fadamgc.experiments.run.runner import only_one
 
 TINY = """
 name = "tiny"
@@ -53,7 +53,7 @@ def fadamgc(*arguments: object):
 
 def process(*arguments: object, **options: object) -> subprocess.Popen[str]:
     """The command in a process of its own, as the shell starts it."""
-    command = [sys.executable, "-c", "from fadamgc.cli import main; main()", *map(str, arguments)]
+    command = [sys.executable, "-c", "from fadamgc.cli.main import main; main()", *map(str, arguments)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, **pipes | options)
 
@@ -177,7 +177,7 @@ def test_partition_draws_and_tells(tmp_path):
 
 
 def test_a_task_is_built_once_for_the_check_and_once_for_each_run(spec, tmp_path, monkeypatch):
-    from fadamgc.experiments import pool
+    from fadamgc.experiments.run import workers as pool
 
     built, original = [], pool.build_task
     monkeypatch.setattr(pool, "build_task", lambda *a: built.append(a) or original(*a))

@@ -10,19 +10,19 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from fadamgc.cli import app
+from fadamgc.cli.main import app
 from fadamgc.errors import CheckpointError, InputError
-from fadamgc.experiments import comparison, theory
-from fadamgc.experiments.build import build_task
-from fadamgc.experiments.paper import BETA2, MAIN, METHODS
-from fadamgc.experiments.reading import preset, spec_of
-from fadamgc.experiments.report import keep, markdown, read_entries, write_report, write_study_report
-from fadamgc.experiments.results import Row, Spread, read_results
-from fadamgc.experiments.runner import run_spec
-from fadamgc.experiments.spec import MethodSpec
-from fadamgc.experiments.study import parse_study, read_study, write_study
-from fadamgc.experiments.theory import Bound, Constants, bound, constants, slope
+from fadamgc.experiments.report.numbers import Row, Spread, read_results
+from fadamgc.experiments.report.write import keep, markdown, read_entries, write_report, write_study_report
+from fadamgc.experiments.run.runner import run_spec
+from fadamgc.experiments.spec.sections import MethodSpec
+from fadamgc.experiments.spec.toml_io import preset, spec_of
 from fadamgc.files import read_bundle
+from fadamgc.paper import comparison, theory
+from fadamgc.paper.published import BETA2, MAIN, METHODS
+from fadamgc.paper.study import parse_study, read_study, write_study
+from fadamgc.paper.theory import Bound, Constants, bound, constants, slope
+from fadamgc.tasks.build import build_task
 
 STUDY = """
 name = "theory"

@@ -9,8 +9,8 @@ import torch
 
 import fadamgc
 from fadamgc import CostModel
-from fadamgc.experiments.paper import MAIN, METHODS
-from fadamgc.sim.cost import Traffic, Work, traffic
+from fadamgc.federation.cost import Traffic, Work, traffic
+from fadamgc.paper.published import MAIN, METHODS
 from problems import class_task
 
 # Numbers that travel for one model, and seconds of local training in a round (docs/readings.md).

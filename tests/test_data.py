@@ -17,8 +17,9 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 from matplotlib.patches import Rectangle
 
-from fadamgc.data import Partition, digits, dirichlet, iid, natural, partition, picture, shards, synthetic
+from fadamgc.data import Partition, digits, dirichlet, iid, natural, partition, shards, synthetic
 from fadamgc.errors import InputError
+from fadamgc.experiments.report import label_plot as picture
 
 BALANCED = np.repeat(np.arange(10), 100)
 
@@ -430,7 +431,7 @@ def test_drawing_leaves_matplotlib_alone(tmp_path: Path) -> None:
     program = """
 import sys, matplotlib
 before = matplotlib.rcParams.copy()
-from fadamgc.data.picture import save_label_picture
+from fadamgc.experiments.report.label_plot import save_label_picture
 save_label_picture([[1, 2], [3, 0]], sys.argv[1])
 assert matplotlib.rcParams.copy() == before
 assert "matplotlib.pyplot" not in sys.modules

@@ -20,9 +20,9 @@ import torch
 import fadamgc
 from fadamgc.algorithm import example
 from fadamgc.errors import CheckpointError, FadamgcError
-from fadamgc.flower.keeper import Keeper
+from fadamgc.flower.client_store import Keeper
 from fadamgc.flower.protocol import Kept, Stamp
-from fadamgc.flower.store import Store
+from fadamgc.flower.server_store import Store
 
 HOST = "127.0.0.1"
 NOW = datetime(2030, 1, 1, tzinfo=UTC)
@@ -258,7 +258,7 @@ def test_a_warning_comes_before_certificates_end(tmp_path):
 def test_status_warns_of_certificates_that_end(tmp_path, age, warned):
     from typer.testing import CliRunner
 
-    from fadamgc.cli import app
+    from fadamgc.cli.main import app
 
     certificates(tmp_path / "keys", datetime.now(UTC) - timedelta(days=age))
     process = {"name": "superlink", "pid": 0, "began": "never", "port": 1, "log": "a.log"}
@@ -327,7 +327,7 @@ def test_tokens_that_others_know_are_refused(launch, tmp_path, content, permissi
 
 
 def test_a_token_that_is_made_is_accepted(launch, tmp_path):
-    from fadamgc.flower.local import make_token
+    from fadamgc.flower.loopback import make_token
 
     token = make_token(tmp_path / "token")
     assert launch.read_token(tmp_path / "token") == token
@@ -359,7 +359,7 @@ def test_the_runtime_api_serves_what_training_needs(launch):
     ("status", "shut"), [(401, True), (403, True), (200, False), (404, False), (500, False)]
 )
 def test_a_door_that_is_not_shut_is_noticed(status, shut):
-    from fadamgc.flower.local import check_refusals
+    from fadamgc.flower.loopback import check_refusals
 
     class Door(BaseHTTPRequestHandler):
         def do_POST(self):
@@ -387,8 +387,8 @@ def test_a_door_that_is_not_shut_is_noticed(status, shut):
 def test_flowers_command_finds_the_operators_token(launch, tmp_path, monkeypatch):
     from typer.testing import CliRunner
 
-    from fadamgc.cli import app
-    from fadamgc.flower.local import make_token
+    from fadamgc.cli.main import app
+    from fadamgc.flower.loopback import make_token
 
     token = make_token(tmp_path / "token")
     monkeypatch.setenv("FLWR_HOME", str(tmp_path / "flwr"))
@@ -414,8 +414,8 @@ def test_flowers_command_finds_the_operators_token(launch, tmp_path, monkeypatch
 
 
 def test_a_superlink_without_tls_stays_on_loopback(launch, tmp_path):
-    from fadamgc.flower.local import Federation, make_token
-    from fadamgc.flower.local import launch as command
+    from fadamgc.flower.loopback import Federation, make_token
+    from fadamgc.flower.loopback import launch as command
 
     make_token(tmp_path / "token")
     words = ["--operator-token", tmp_path / "token", "--insecure", "--host", "0.0.0.0", "--port", "1"]

@@ -19,13 +19,15 @@ from torch.fx.experimental import proxy_tensor
 from torch.nn import functional as F
 
 import fadamgc
+from fadamgc.federation.problem import Problem
 from fadamgc.models import cnn, resnet18
-from fadamgc.sim.cores import single_threads
+from fadamgc.runtime import single_threads
 from fadamgc.sim.engine import prepare
-from fadamgc.sim.executors import ThreadsExecutor, VectorizedExecutor, auto, native, rules, threads
-from fadamgc.sim.executors.graphs import liftable, pointwise, record
-from fadamgc.sim.executors.native import compiled, compiler
-from fadamgc.sim.problem import Problem
+from fadamgc.sim.executors import ThreadsExecutor, VectorizedExecutor, auto, threads
+from fadamgc.sim.executors import inplace as rules
+from fadamgc.sim.executors import machine_code as native
+from fadamgc.sim.executors.machine_code import compiled, compiler
+from fadamgc.sim.executors.trace import liftable, pointwise, record
 from problems import EVEN, class_task, mlp
 
 needs_compiler = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")

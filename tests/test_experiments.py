@@ -21,16 +21,17 @@ import torch
 from fadamgc import CostModel, InputError, files
 from fadamgc.data import digits
 from fadamgc.errors import FadamgcError
-from fadamgc.experiments import build, pool
-from fadamgc.experiments.build import build_task, label_counts
-from fadamgc.experiments.reading import load_spec, parse_spec, preset, presets
-from fadamgc.experiments.report import markdown, summarise, write_report
-from fadamgc.experiments.results import DASH, Spread, cells, header, read_results
-from fadamgc.experiments.runner import FILES, plan, prepare, run_spec
-from fadamgc.experiments.spec import TASKS, CostSpec, MethodSpec, RunSpec, Spec, TuneSpec
-from fadamgc.experiments.toml import toml_value
+from fadamgc.experiments.report.numbers import DASH, Spread, cells, header, read_results
+from fadamgc.experiments.report.write import markdown, summarise, write_report
+from fadamgc.experiments.run import workers as pool
+from fadamgc.experiments.run.runner import FILES, plan, prepare, run_spec
+from fadamgc.experiments.spec.sections import TASKS, CostSpec, MethodSpec, RunSpec, Spec, TuneSpec
+from fadamgc.experiments.spec.toml_io import load_spec, parse_spec, preset, presets
+from fadamgc.experiments.spec.toml_writer import toml_value
 from fadamgc.experiments.tune import Point, choose, tune, tune_jobs
 from fadamgc.models import mlp
+from fadamgc.tasks import build
+from fadamgc.tasks.build import build_task, label_counts
 
 TINY = """
 name = "tiny"

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 import fadamgc
 from fadamgc.errors import CheckpointError, InputError
-from fadamgc.flower import store as store_module
+from fadamgc.federation.settings import Settings
+from fadamgc.flower import server_store as store_module
+from fadamgc.flower.client_round import Party, answer
+from fadamgc.flower.client_store import Keeper
 from fadamgc.flower.coordinator import Coordinator
-from fadamgc.flower.keeper import Keeper
-from fadamgc.flower.party import Party, answer
 from fadamgc.flower.protocol import NEVER, Kept, RefusedError, Request, Stamp, after, reconcile
-from fadamgc.sim.settings import Settings
 from problems import class_task
 
 SIZES = (6, 20, 11)

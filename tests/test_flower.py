@@ -19,17 +19,20 @@ from flwr.serverapp import Grid  # noqa: E402
 from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
 
 from fadamgc.algorithm import example  # noqa: E402
-from fadamgc.cli import app as cli  # noqa: E402
+from fadamgc.cli.main import app as cli  # noqa: E402
 from fadamgc.errors import CheckpointError, InputError  # noqa: E402
-from fadamgc.experiments.build import build_task  # noqa: E402
-from fadamgc.experiments.report import write_report  # noqa: E402
-from fadamgc.experiments.results import read_results  # noqa: E402
-from fadamgc.experiments.spec import DigitsTask  # noqa: E402
+from fadamgc.experiments.report.numbers import read_results  # noqa: E402
+from fadamgc.experiments.report.write import write_report  # noqa: E402
+from fadamgc.experiments.spec.sections import DigitsTask  # noqa: E402
+from fadamgc.federation.cost import traffic  # noqa: E402
+from fadamgc.federation.settings import Settings  # noqa: E402
 from fadamgc.flower import client_app  # noqa: E402
-from fadamgc.flower.client import number, state_folder  # noqa: E402
+from fadamgc.flower.clientapp import number, state_folder  # noqa: E402
 from fadamgc.flower.coordinator import Coordinator  # noqa: E402
 from fadamgc.flower.protocol import NEVER, RefusedError, Reply, Request, Stamp  # noqa: E402
-from fadamgc.flower.records import (  # noqa: E402
+from fadamgc.flower.serverapp import federate, read_config  # noqa: E402
+from fadamgc.flower.strategy import Strategy, TooFewClientsError  # noqa: E402
+from fadamgc.flower.wire import (  # noqa: E402
     RAW,
     Hello,
     Work,
@@ -43,10 +46,7 @@ from fadamgc.flower.records import (  # noqa: E402
     request_content,
     to_record,
 )
-from fadamgc.flower.server import federate, read_config  # noqa: E402
-from fadamgc.flower.strategy import Strategy, TooFewClientsError  # noqa: E402
-from fadamgc.sim.cost import traffic  # noqa: E402
-from fadamgc.sim.settings import Settings  # noqa: E402
+from fadamgc.tasks.build import build_task  # noqa: E402
 from problems import class_task  # noqa: E402
 
 SIZES = (6, 20, 11)
@@ -57,7 +57,7 @@ LOCAL = {"local_steps": 3, "batch_size": 4, "seed": 5}
 def alone(monkeypatch):
     """Messages say which task of Flower's makes them; here it is none. And nothing is printed."""
     TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
-    monkeypatch.setattr("fadamgc.flower.client.show_log", lambda: None)
+    monkeypatch.setattr("fadamgc.flower.clientapp.show_log", lambda: None)
 
 
 class Here(Grid):
@@ -616,7 +616,7 @@ def test_waiting_for_no_time_is_refused(name, tmp_path):
 
 
 def test_the_digits_app_gives_the_simulators_numbers_and_a_report(tmp_path, caplog):
-    from fadamgc.flower import named as digits
+    from fadamgc.flower import dataset_apps as digits
 
     config = {
         "algorithm": "fadamgc",

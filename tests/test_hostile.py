@@ -14,12 +14,12 @@ import torch
 
 import fadamgc
 from fadamgc.errors import CheckpointError, InputError
+from fadamgc.federation.settings import Settings
+from fadamgc.flower.client_round import Party
+from fadamgc.flower.client_store import Keeper
 from fadamgc.flower.coordinator import Scale
-from fadamgc.flower.keeper import Keeper
-from fadamgc.flower.party import Party
 from fadamgc.flower.protocol import Kept, RefusedError, Request, Stamp, reconcile
-from fadamgc.flower.store import Store
-from fadamgc.sim.settings import Settings
+from fadamgc.flower.server_store import Store
 from problems import class_task
 from test_federation import SETTINGS, SIZES, World
 
@@ -44,9 +44,9 @@ from flwr.supercore.run import Run  # noqa: E402
 from flwr.superlink.grid.http_grid import HttpGrid  # noqa: E402
 
 from fadamgc.flower.inbox import Limit, Objects, Threads, TooLargeError, inbox  # noqa: E402
-from fadamgc.flower.records import RAW, Work, read_request, request_content  # noqa: E402
-from fadamgc.flower.server import binds, make_coordinator, numbers, read_config  # noqa: E402
+from fadamgc.flower.serverapp import binds, make_coordinator, numbers, read_config  # noqa: E402
 from fadamgc.flower.strategy import BARRED, TooFewClientsError  # noqa: E402
+from fadamgc.flower.wire import RAW, Work, read_request, request_content  # noqa: E402
 from test_flower import LOCAL, Here, alone, app_of, make  # noqa: E402, F401
 
 
@@ -293,7 +293,7 @@ def test_limits_leave_room_for_what_is_asked_for():
 def test_arrays_that_were_not_asked_for_are_not_read(tmp_path, monkeypatch):
     _, grid, strategy = make(tmp_path, rounds=1, min_clients=2)
     app, read = grid.app, []
-    monkeypatch.setattr("fadamgc.flower.records._tensor", spy(read))
+    monkeypatch.setattr("fadamgc.flower.wire._tensor", spy(read))
 
     def more(message, context):
         reply = app(message, context)
@@ -309,7 +309,7 @@ def test_arrays_that_were_not_asked_for_are_not_read(tmp_path, monkeypatch):
 
 
 def spy(read):
-    from fadamgc.flower import records
+    from fadamgc.flower import wire as records
 
     real = records._tensor
 
@@ -334,7 +334,7 @@ def test_reasons_of_clients_are_short_and_on_one_line(tmp_path, caplog):
             reply.metadata.__dict__["_src_node_id"] = 1
             return reply
         reply = honest(message, context)
-        reply.content = fadamgc.flower.records.refusal_content("kind", reason)
+        reply.content = fadamgc.flower.wire.refusal_content("kind", reason)
         return reply
 
     grid.app = app
@@ -674,7 +674,9 @@ def test_a_server_killed_while_it_keeps_a_checkpoint_resumes(tmp_path, monkeypat
     world = World(tmp_path, sampled=3, tracked=3, rounds=9)
     world.round()
     with monkeypatch.context() as patched:
-        patched.setattr("fadamgc.flower.store._link", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patched.setattr(
+            "fadamgc.flower.server_store._link", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+        )
         with pytest.raises(KeyboardInterrupt):
             world.round()
     world.start()

@@ -10,7 +10,7 @@ from torch import nn
 
 import fadamgc
 from fadamgc.sim.executors import VectorizedExecutor
-from fadamgc.sim.executors.native import compiler
+from fadamgc.sim.executors.machine_code import compiler
 from problems import class_task, mlp, settings_for
 
 SHORT = {"rounds": 3, "sampled": 4, "tracked": 2, "local_steps": 4, "batch_size": 8}

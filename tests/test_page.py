@@ -8,10 +8,10 @@ import shutil
 import pytest
 
 from fadamgc import CostModel
-from fadamgc.experiments.reading import parse_spec
-from fadamgc.experiments.report import write_report, write_reports
-from fadamgc.experiments.results import cells, read_results
-from fadamgc.experiments.runner import run_spec
+from fadamgc.experiments.report.numbers import cells, read_results
+from fadamgc.experiments.report.write import write_report, write_reports
+from fadamgc.experiments.run.runner import run_spec
+from fadamgc.experiments.spec.toml_io import parse_spec
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -13,13 +13,13 @@ from typer.testing import CliRunner
 import fadamgc
 import sets
 import tiny
-from fadamgc import machine
-from fadamgc.cli import app
+from fadamgc import runtime
+from fadamgc.cli.main import app
 from fadamgc.data import texts
 from fadamgc.errors import InputError
 from fadamgc.experiments.predict import predict
-from fadamgc.experiments.reading import parse_spec
-from fadamgc.experiments.runner import run_spec
+from fadamgc.experiments.run.runner import run_spec
+from fadamgc.experiments.spec.toml_io import parse_spec
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 peft = pytest.importorskip("peft", reason="peft is not installed")
@@ -334,7 +334,7 @@ def test_lower_layers_that_do_not_fit_into_memory_are_refused(bases, own, monkey
     refused(
         "upper_layers=1: what comes out of the layers below, for 4 texts", bases["bert"], own, upper_layers=1
     )
-    assert machine.memory() > 1000
+    assert runtime.memory() > 1000
 
 
 # Files of texts.

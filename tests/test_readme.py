@@ -15,11 +15,11 @@ import torch
 
 import fadamgc
 from fadamgc.algorithm import example
-from fadamgc.algorithms import algorithm_class
-from fadamgc.experiments import comparison
-from fadamgc.experiments.reading import preset
-from fadamgc.experiments.report import markdown
-from fadamgc.experiments.results import read_results
+from fadamgc.experiments.report.numbers import read_results
+from fadamgc.experiments.report.write import markdown
+from fadamgc.experiments.spec.toml_io import preset
+from fadamgc.methods import algorithm_class
+from fadamgc.paper import comparison
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

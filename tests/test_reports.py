@@ -22,12 +22,15 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from fadamgc import errors, files
-from fadamgc.cli import app
+from fadamgc.cli.main import app
 from fadamgc.errors import CheckpointError, InputError
-from fadamgc.experiments import pool, report, summary, theory
-from fadamgc.experiments.page import Shown, page
-from fadamgc.experiments.reading import parse_spec
-from fadamgc.experiments.report import (
+from fadamgc.experiments.report import summary
+from fadamgc.experiments.report import write as report
+from fadamgc.experiments.report.numbers import DASH, Spread, cells, curves, mean_curves, read_results
+from fadamgc.experiments.report.page import Shown, page
+from fadamgc.experiments.report.summary import Entry, figure, latex
+from fadamgc.experiments.report.summary import markdown as summary_markdown
+from fadamgc.experiments.report.write import (
     keep,
     markdown,
     read_entries,
@@ -36,12 +39,12 @@ from fadamgc.experiments.report import (
     write_report,
     write_study_report,
 )
-from fadamgc.experiments.results import DASH, Spread, cells, curves, mean_curves, read_results
-from fadamgc.experiments.runner import plan, run_spec
-from fadamgc.experiments.study import parse_study, read_study, write_study
-from fadamgc.experiments.summary import Entry, figure, latex
-from fadamgc.experiments.summary import markdown as summary_markdown
+from fadamgc.experiments.run import workers as pool
+from fadamgc.experiments.run.runner import plan, run_spec
+from fadamgc.experiments.spec.toml_io import parse_spec
 from fadamgc.experiments.tune import tune
+from fadamgc.paper import theory
+from fadamgc.paper.study import parse_study, read_study, write_study
 
 RUN = """[run]
 rounds = 6
@@ -621,7 +624,7 @@ def test_the_tables_of_tuning_and_studies_have_no_formulas(copy, tmp_path):
     text += "[tune]\neta_l = [0.05]\neta_g = [1.0]\nrounds = 1\nseeds = [3]\n"
     tune(parse_spec(text, "test"), tmp_path, workers=1, quiet=True)
     assert (tmp_path / "tuning.csv").read_text().splitlines()[1].startswith("'=1,0.05,1.0")
-    from fadamgc.experiments.summary import write_summary
+    from fadamgc.experiments.report.summary import write_summary
 
     write_summary(tmp_path, [Entry("@here", results)], "title")
     assert (tmp_path / "summary.csv").read_text().splitlines()[1].startswith("'@here,,'=1,")

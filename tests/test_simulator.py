@@ -15,10 +15,10 @@ from torch.utils.data import Dataset, TensorDataset
 import fadamgc
 from fadamgc.data import synthetic
 from fadamgc.errors import ClientError
-from fadamgc.sim import sampling
+from fadamgc.federation import sampling
+from fadamgc.federation.sampling import batches, draw, generator
 from fadamgc.sim.executors import LoopExecutor, VectorizedExecutor, vectorized
 from fadamgc.sim.executors.vectorized import _cuts
-from fadamgc.sim.sampling import batches, draw, generator
 from problems import class_task, linear_task, mlp
 
 OPTIONS = {"rounds": 3, "sampled": 4, "tracked": 2, "local_steps": 4, "batch_size": 5, "seed": 1}

@@ -14,14 +14,14 @@ from typer.testing import CliRunner
 
 import sets
 from fadamgc import cache
-from fadamgc.cli import app
+from fadamgc.cli.main import app
 from fadamgc.data import digits, har, images
 from fadamgc.data.check import check
 from fadamgc.data.sources import SOURCES, data_root, files_of, get, source
 from fadamgc.errors import InputError
-from fadamgc.experiments.build import build_task, label_counts
-from fadamgc.experiments.reading import task_spec
+from fadamgc.experiments.spec.toml_io import task_spec
 from fadamgc.models import PictureInput
+from fadamgc.tasks.build import build_task, label_counts
 
 
 @pytest.fixture(autouse=True)

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import fadamgc
-from fadamgc.sim import states
-from fadamgc.sim.states import ClientStates, FileStates, Slots
+from fadamgc.federation import client_states as states
+from fadamgc.federation.client_states import ClientStates, FileStates, Slots
 from problems import class_task, settings_for
 
 SHORT = {"rounds": 6, "local_steps": 3, "batch_size": 8, "seed": 2}

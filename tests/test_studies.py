@@ -13,15 +13,15 @@ import pytest
 from typer.testing import CliRunner
 
 import sets
-from fadamgc.cli import app
+from fadamgc.cli.main import app
 from fadamgc.errors import InputError
-from fadamgc.experiments.pool import Job
-from fadamgc.experiments.results import read_results
-from fadamgc.experiments.runner import plan, run_spec, write_spec
-from fadamgc.experiments.spec import TuneSpec
-from fadamgc.experiments.study import SCALES, load_study, parse_study, studies
-from fadamgc.experiments.summary import Entry, figure, latex, markdown, table
+from fadamgc.experiments.report.numbers import read_results
+from fadamgc.experiments.report.summary import Entry, figure, latex, markdown, table
+from fadamgc.experiments.run.runner import plan, run_spec, write_spec
+from fadamgc.experiments.run.workers import Job
+from fadamgc.experiments.spec.sections import TuneSpec
 from fadamgc.experiments.tune import Point, _raced, tune
+from fadamgc.paper.study import SCALES, load_study, parse_study, studies
 
 SEVEN = ["FedAvg-M", "SCAFFOLD-M", "FedAdam", "FedAMS", "LocalAdam", "FA-NT", "FAdamGC"]
 SMALL = """
@@ -197,9 +197,7 @@ def test_unknown_studies_and_scales_are_refused():
 
 
 def test_a_study_tunes_on_one_cell_and_sums_up_all(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        "fadamgc.experiments.study.load_study", lambda *_: parse_study(SMALL, "here", "laptop")
-    )
+    monkeypatch.setattr("fadamgc.paper.study.load_study", lambda *_: parse_study(SMALL, "here", "laptop"))
     shown = fadamgc("reproduce", "small", "--out", tmp_path / "out", "--workers", 1, "--quiet")
     assert shown.exit_code == 0, shown.output
     assert (tmp_path / "out" / "two" / "tuning.csv").exists()
@@ -278,7 +276,7 @@ def test_the_paper_scale_starts_stops_and_goes_on(data, tmp_path):
 
 
 def stop_after(job: Job, rounds: int):
-    from fadamgc.experiments import pool
+    from fadamgc.experiments.run import workers as pool
 
     done = 0
 

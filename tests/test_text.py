@@ -13,24 +13,24 @@ from typer.testing import CliRunner
 import fadamgc
 import sets
 import tiny
-from fadamgc.cli import app
+from fadamgc.cli.main import app
 from fadamgc.data import texts
 from fadamgc.errors import InputError
-from fadamgc.experiments.build import build_task, label_counts
 from fadamgc.experiments.predict import labels_of, predict
-from fadamgc.experiments.reading import parse_spec, task_spec
-from fadamgc.experiments.results import read_results
-from fadamgc.experiments.runner import run_spec
-from fadamgc.experiments.study import load_study
+from fadamgc.experiments.report.numbers import read_results
+from fadamgc.experiments.run.runner import run_spec
+from fadamgc.experiments.spec.toml_io import parse_spec, task_spec
+from fadamgc.paper.study import load_study
+from fadamgc.tasks.build import build_task, label_counts
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("peft", reason="peft is not installed")
 
 from fadamgc import tasks
+from fadamgc.federation.problem import Problem
 from fadamgc.models import text as models
 from fadamgc.models.pretrained import TARGETS, default_adapters, load_base, lora
 from fadamgc.models.text import TextClassifier, encode
-from fadamgc.sim.problem import Problem
 
 
 @pytest.fixture(autouse=True)
@@ -583,11 +583,11 @@ def test_the_papers_language_studies_run_and_resume(bases, folders, tmp_path, na
 
 def test_a_federation_sends_adapters_and_nothing_else(bases, data, tmp_path):
     pytest.importorskip("flwr", reason="Flower is not installed")
+    from fadamgc.federation.settings import Settings
     from fadamgc.flower import client_app
-    from fadamgc.flower.client import number
+    from fadamgc.flower.clientapp import number
     from fadamgc.flower.coordinator import Coordinator
     from fadamgc.flower.strategy import Strategy
-    from fadamgc.sim.settings import Settings
     from test_flower import Here, TaskIdentity, held
 
     TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1

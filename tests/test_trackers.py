@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 import fadamgc
 from fadamgc import trackers
-from fadamgc.cli import app
+from fadamgc.cli.main import app
 from fadamgc.errors import InputError
 from problems import class_task
 

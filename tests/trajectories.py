@@ -3,8 +3,8 @@
     python tests/trajectories.py record before.pt        # in a checkout of the version before
     python tests/trajectories.py compare before.pt       # here
 
-A change that is meant to change no number leaves every case equal to the bit. Bits depend on the machine and on
-torch, so recordings are not kept in the repository. ``--only PART`` selects cases by a part of their names.
+A change that is meant to change no number leaves every case equal to the bit. Bits depend on the machine and
+on torch, so recordings are not kept in the repository. ``--only PART`` selects cases by name.
 """
 
 from __future__ import annotations
@@ -84,7 +84,9 @@ def wide(channels: int = 0) -> fadamgc.Task:
             )
             inputs = [torch.randn(24, 3, 8, 8, generator=random) for _ in range(4)]
         else:
-            model = nn.Sequential(nn.Linear(20, 800), nn.ReLU(), nn.Linear(800, 200), nn.ReLU(), nn.Linear(200, 5))
+            model = nn.Sequential(
+                nn.Linear(20, 800), nn.ReLU(), nn.Linear(800, 200), nn.ReLU(), nn.Linear(200, 5)
+            )
             inputs = [torch.randn(24, 20, generator=random) for _ in range(4)]
     clients = [(x, torch.randint(5, (24,), generator=random)) for x in inputs]
     return fadamgc.Task(model, F.cross_entropy, clients, clients[0])
@@ -140,7 +142,11 @@ def many(algo: Any, task: Any, common: dict[str, Any]) -> dict[str, Any]:
     other = dataclasses.replace(algo, eta_l=algo.eta_l / 3)
     runs = [{"algorithm": a, "seed": seed} for a in (algo, other) for seed in (0, 1)]
     done = fadamgc.simulate_many(
-        runs, task=task, executor="vectorized", progress=False, **{k: v for k, v in common.items() if k != "seed"}
+        runs,
+        task=task,
+        executor="vectorized",
+        progress=False,
+        **{k: v for k, v in common.items() if k != "seed"},
     )
     return {str(i): result(run) for i, run in enumerate(done)}
 
@@ -174,7 +180,11 @@ def differences(a: Any, b: Any, path: str = "") -> Iterator[str]:
     if isinstance(a, torch.Tensor):
         same = a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | (a.isnan() & b.isnan())).all())
         if not same:
-            yield f"{path}: by {float((a.double() - b.double()).abs().max()):.3g}" if a.shape == b.shape else path
+            yield (
+                f"{path}: by {float((a.double() - b.double()).abs().max()):.3g}"
+                if a.shape == b.shape
+                else path
+            )
     elif isinstance(a, dict):
         for key in {**a, **b}:
             if key not in a or key not in b:
@@ -191,7 +201,9 @@ def differences(a: Any, b: Any, path: str = "") -> Iterator[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("command", choices=["record", "compare"])
     parser.add_argument("file", type=Path)
     parser.add_argument("--only", default="", help="cases whose names contain this")

@@ -183,7 +183,7 @@ def memory(states: str, clients: int = 100, again: int = 2) -> dict[str, Any]:
 def steps(rounds: int = 500) -> dict[str, float]:
     """Milliseconds of a round of FAdamGC on digits, and of the compiled steps in it."""
     import fadamgc
-    from fadamgc.sim.executors.native import NativeCode
+    from fadamgc.sim.executors.machine_code import NativeCode
     from workers.ours import FOREVER, make_task
     from workloads import WORKLOADS
 
@@ -218,8 +218,8 @@ def rules(repeats: int = 30) -> dict[str, Any]:
 
     import fadamgc
     from fadamgc.algorithm import example
-    from fadamgc.sim.cores import single_threads
-    from fadamgc.sim.executors.rules import Rules, Vectors
+    from fadamgc.runtime import single_threads
+    from fadamgc.sim.executors.inplace import Rules, Vectors
     from workers.ours import ALGORITHMS
     from workloads import WORKLOADS
 

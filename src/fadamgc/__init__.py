@@ -13,7 +13,17 @@ from typing import Any
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 from fadamgc.algorithm import Algorithm, Cohort, add
-from fadamgc.algorithms import (
+from fadamgc.errors import (
+    CheckpointError,
+    CheckpointInUseError,
+    FadamgcError,
+    InputError,
+    NonFiniteError,
+    OtherRunError,
+)
+from fadamgc.federation.cost import CostModel
+from fadamgc.federation.run import Record, Run
+from fadamgc.methods import (
     FANT,
     FAdamGC,
     FANTLocal,
@@ -28,20 +38,10 @@ from fadamgc.algorithms import (
     make_algorithm,
     register,
 )
-from fadamgc.errors import (
-    CheckpointError,
-    CheckpointInUseError,
-    FadamgcError,
-    InputError,
-    NonFiniteError,
-    OtherRunError,
-)
 from fadamgc.optim import ClientOptimizer
 from fadamgc.sim.checkpoint import load_run
-from fadamgc.sim.cost import CostModel
 from fadamgc.sim.engine import RoundEnd, simulate
 from fadamgc.sim.many import simulate_many
-from fadamgc.sim.run import Record, Run
 from fadamgc.task import Task
 
 __version__ = "0.1.0"

@@ -1,6 +1,6 @@
 """``python -m fadamgc`` is the command ``fadamgc``."""
 
-from fadamgc.cli import main
+from fadamgc.cli.main import main
 
 if __name__ == "__main__":
     main()

@@ -317,7 +317,7 @@ def task(r: random.Random, odd: float) -> Any:
 
 
 def algorithm(r: random.Random, odd: float) -> Any:
-    from fadamgc.algorithms import algorithm_class, algorithms, make_algorithm
+    from fadamgc.methods import algorithm_class, algorithms, make_algorithm
 
     name = r.choice(algorithms()) if r.random() > odd / 4 else r.choice((*ODD, "fadamg"))
     if not isinstance(name, str) or name not in algorithms():

@@ -135,7 +135,7 @@ def prepare(shared: Path) -> None:
     sets.cifar10(shared / "data")
     sets.har(shared / "data")
     sets.texts(shared / "data", source("glue/sst2").name)
-    from fadamgc.experiments.study import SCALES, load_study, studies
+    from fadamgc.paper.study import SCALES, load_study, studies
 
     found = shared / "specs"
     found.mkdir()
@@ -182,7 +182,7 @@ def any_value(r: random.Random) -> str:
 
 
 def toml_string(text: str) -> str:
-    from fadamgc.experiments.toml import toml_value
+    from fadamgc.experiments.spec.toml_writer import toml_value
 
     return toml_value(text)
 
@@ -226,7 +226,7 @@ def damage_text(r: random.Random, text: str) -> str:
 
 def damage_tables(r: random.Random, text: str) -> str:
     """Values of one spec exchanged with others, from its tables."""
-    from fadamgc.experiments.toml import toml_value
+    from fadamgc.experiments.spec.toml_writer import toml_value
 
     try:
         tables = tomllib.loads(text)
@@ -267,7 +267,7 @@ def damage_tables(r: random.Random, text: str) -> str:
 
 def is_small(spec: Any) -> bool:
     """Whether it takes a few seconds at the most."""
-    from fadamgc.experiments.spec import CustomTask, DigitsTask, PicturesTask, TextTask
+    from fadamgc.experiments.spec.sections import CustomTask, DigitsTask, PicturesTask, TextTask
 
     task, run = spec.task, spec.run
     if isinstance(task, CustomTask) or (isinstance(task, PicturesTask) and task.data != "cifar10"):
@@ -291,7 +291,7 @@ def is_small(spec: Any) -> bool:
 
 def case(r: random.Random, shared: Path, folder: Path) -> str:
     from fadamgc.errors import FadamgcError
-    from fadamgc.experiments.reading import load_spec
+    from fadamgc.experiments.spec.toml_io import load_spec
 
     given = r.choice(sorted((shared / "specs").iterdir()))
     text = small(r) if r.random() < 0.6 else given.read_text()
@@ -308,7 +308,7 @@ def case(r: random.Random, shared: Path, folder: Path) -> str:
     if choice < WHOLE:
         return commands(r, path, shared / "data", folder / "out", spec.tune is not None)
     if choice < WHOLE + RUN:
-        from fadamgc.experiments.runner import run_spec
+        from fadamgc.experiments.run.runner import run_spec
 
         os.environ["FADAMGC_DATA"] = str(shared / "data")
         os.environ["FADAMGC_CACHE"] = str(shared / "cache")
@@ -335,7 +335,7 @@ def command(*arguments: str) -> int:
     """The command line in this process; an error that is no message is raised."""
     from typer.testing import CliRunner
 
-    from fadamgc.cli import app
+    from fadamgc.cli.main import app
 
     result = CliRunner().invoke(app, list(arguments))
     if result.exception is not None and not isinstance(result.exception, SystemExit):

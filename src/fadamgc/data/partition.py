@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from fadamgc.errors import InputError, real, shown
-from fadamgc.machine import check_room
+from fadamgc.runtime import check_room
 
 IntArray = npt.NDArray[np.int64]
 

@@ -13,7 +13,7 @@ import torch
 
 from fadamgc.data.partition import check_integer, check_number, generator
 from fadamgc.errors import InputError, shown
-from fadamgc.machine import check_room
+from fadamgc.runtime import check_room
 
 STREAM = 0x73796E74  # "synt" in ASCII
 

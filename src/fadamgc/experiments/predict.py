@@ -11,11 +11,11 @@ import torch
 from fadamgc.data.sources import data_root, source
 from fadamgc.data.texts import Texts
 from fadamgc.errors import InputError, nearest
-from fadamgc.experiments.pool import ADAPTER
-from fadamgc.experiments.reading import task_spec
-from fadamgc.experiments.runner import RUNS
-from fadamgc.experiments.spec import TextTask
-from fadamgc.sim.run import read_run
+from fadamgc.experiments.run.runner import RUNS
+from fadamgc.experiments.run.workers import ADAPTER
+from fadamgc.experiments.spec.sections import TextTask
+from fadamgc.experiments.spec.toml_io import task_spec
+from fadamgc.federation.run import read_run
 
 LABELS = {
     "glue/sst2": ("negative", "positive"),

@@ -14,12 +14,12 @@ import pandas as pd
 
 from fadamgc.errors import FadamgcError, InputError
 from fadamgc.escape import csv_bytes
-from fadamgc.experiments.pool import Job
-from fadamgc.experiments.results import mean_of
-from fadamgc.experiments.runner import TUNING, carry_out, check, warn
-from fadamgc.experiments.spec import MethodSpec, Spec, TuneSpec
+from fadamgc.experiments.report.numbers import mean_of
+from fadamgc.experiments.run.runner import TUNING, carry_out, check, warn
+from fadamgc.experiments.run.workers import Job
+from fadamgc.experiments.spec.sections import MethodSpec, Spec, TuneSpec
+from fadamgc.federation.run import Run
 from fadamgc.files import write_atomic
-from fadamgc.sim.run import Run
 
 AT_ONCE = 2  # points of each method that are tried with more seeds before the next look
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fadamgc.flower.client import client_app
-    from fadamgc.flower.server import server_app
+    from fadamgc.flower.clientapp import client_app
+    from fadamgc.flower.serverapp import server_app
     from fadamgc.flower.strategy import Strategy
 
 __all__ = ["Strategy", "client_app", "server_app"]
 
-_WHERE = {"Strategy": "strategy", "client_app": "client", "server_app": "server"}
+_WHERE = {"Strategy": "strategy", "client_app": "clientapp", "server_app": "serverapp"}
 
 
 def __getattr__(name: str) -> Any:

@@ -20,9 +20,15 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fadamgc.algorithm import AnyAlgorithm, example
-from fadamgc.algorithms import algorithm_name
 from fadamgc.errors import CheckpointError, FadamgcError, InputError, reason, shown, whole
 from fadamgc.escape import printable
+from fadamgc.federation.client_states import ClientStates
+from fadamgc.federation.cost import CostModel, Work, traffic
+from fadamgc.federation.problem import Buffers, Problem
+from fadamgc.federation.run import Record, Run, environment
+from fadamgc.federation.sampling import Draw, draw
+from fadamgc.federation.settings import Settings
+from fadamgc.federation.sums import Sums
 from fadamgc.files import as_json
 from fadamgc.flower.protocol import (
     MOST_GENERATION,
@@ -34,14 +40,8 @@ from fadamgc.flower.protocol import (
     check_name,
     said,
 )
-from fadamgc.flower.store import Store
-from fadamgc.sim.aggregate import Sums
-from fadamgc.sim.cost import CostModel, Work, traffic
-from fadamgc.sim.problem import Buffers, Problem
-from fadamgc.sim.run import Record, Run, environment
-from fadamgc.sim.sampling import Draw, draw
-from fadamgc.sim.settings import Settings
-from fadamgc.sim.states import ClientStates
+from fadamgc.flower.server_store import Store
+from fadamgc.methods import algorithm_name
 from fadamgc.task import Task
 
 log = logging.getLogger("fadamgc")

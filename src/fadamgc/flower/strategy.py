@@ -15,11 +15,11 @@ from flwr.serverapp.strategy import Strategy as FlowerStrategy
 
 from fadamgc.errors import FadamgcError, InputError
 from fadamgc.escape import printable
+from fadamgc.federation.run import Record
 from fadamgc.flower.coordinator import Coordinator
 from fadamgc.flower.inbox import Inbox, Limit, TooLargeError, inbox
 from fadamgc.flower.protocol import RefusedError
-from fadamgc.flower.records import MOST_SAID, Work, read_hello, read_reply, request_content, to_record
-from fadamgc.sim.run import Record
+from fadamgc.flower.wire import MOST_SAID, Work, read_hello, read_reply, request_content, to_record
 
 log = logging.getLogger("fadamgc")
 

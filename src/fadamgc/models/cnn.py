@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from fadamgc.data.partition import check_integer
-from fadamgc.seeds import seeded
+from fadamgc.runtime import seeded
 
 
 def cnn(

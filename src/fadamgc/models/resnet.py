@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from fadamgc.data.partition import check_integer
 from fadamgc.errors import InputError
-from fadamgc.seeds import seeded
+from fadamgc.runtime import seeded
 
 GROUPS = 32
 

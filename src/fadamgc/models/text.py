@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from fadamgc.cache import cached
 from fadamgc.data.texts import Texts
 from fadamgc.errors import InputError, whole
-from fadamgc.machine import memory
 from fadamgc.models.packed import Layout, Packed, packed
 from fadamgc.models.pretrained import Base, quiet
+from fadamgc.runtime import memory
 
 FORMAT = 2  # of cached outputs of lower layers
 NO_MATTER = ("drop", "label", "name_or_path", "version", "dtype")  # in a config, to what layers compute

@@ -23,6 +23,24 @@ from filelock import BaseFileLock
 
 from fadamgc.algorithm import AnyAlgorithm
 from fadamgc.errors import CheckpointError, CheckpointInUseError, OtherRunError, shown, whole
+from fadamgc.federation.client_states import ClientStates, FileStates, Slots
+from fadamgc.federation.run import (
+    NAME as RUN,
+)
+from fadamgc.federation.run import (
+    Record,
+    Run,
+    assembled,
+    client_count,
+    described,
+    find_algorithm,
+    read_run,
+    server_tensors,
+    sound,
+    unpack,
+    unpack_server,
+)
+from fadamgc.federation.settings import Settings
 from fadamgc.files import (
     LOCK,
     Journal,
@@ -37,24 +55,6 @@ from fadamgc.files import (
     unwritable,
     write_bundle,
 )
-from fadamgc.sim.run import (
-    NAME as RUN,
-)
-from fadamgc.sim.run import (
-    Record,
-    Run,
-    assembled,
-    client_count,
-    described,
-    find_algorithm,
-    read_run,
-    server_tensors,
-    sound,
-    unpack,
-    unpack_server,
-)
-from fadamgc.sim.settings import Settings
-from fadamgc.sim.states import ClientStates, FileStates, Slots
 from fadamgc.task import Task
 
 NAME = "checkpoint"

@@ -18,19 +18,19 @@ import numpy as np
 import torch
 
 from fadamgc.algorithm import Algorithm, AnyAlgorithm, stand_in
-from fadamgc.algorithms import algorithm_name
 from fadamgc.errors import CheckpointError, InputError, NonFiniteError, listed, shown
-from fadamgc.sim.aggregate import Sums, all_finite, finite, in_order
+from fadamgc.federation.client_states import ClientStates, FileStates, Slots, too_large
+from fadamgc.federation.cost import CostModel, Work, traffic
+from fadamgc.federation.problem import Buffers, Problem
+from fadamgc.federation.run import Record, Run, environment
+from fadamgc.federation.sampling import Draw, batches
+from fadamgc.federation.settings import Settings
+from fadamgc.federation.sums import Sums, all_finite, finite, in_order
+from fadamgc.methods import algorithm_name
 from fadamgc.sim.checkpoint import Checkpoint
-from fadamgc.sim.cost import CostModel, Work, traffic
 from fadamgc.sim.executors import EXECUTORS, Executor, ExecutorChoice, Job, Plan, Result, Round, make_executor
 from fadamgc.sim.executors.loop import first_nonfinite_step
-from fadamgc.sim.problem import Buffers, Problem
 from fadamgc.sim.progress import progress_bar
-from fadamgc.sim.run import Record, Run, environment
-from fadamgc.sim.sampling import Draw, batches
-from fadamgc.sim.settings import Settings
-from fadamgc.sim.states import ClientStates, FileStates, Slots, too_large
 from fadamgc.task import Task
 
 log = logging.getLogger("fadamgc")

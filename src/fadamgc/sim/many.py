@@ -16,11 +16,11 @@ from typing import Any, Literal
 import torch
 
 from fadamgc.errors import FadamgcError, InputError, NonFiniteError, listed, nearest, reason, shown, whole
+from fadamgc.federation.problem import Problem
+from fadamgc.federation.run import Run
 from fadamgc.sim.engine import Engine, Hooks, Makers, prepare, simulate, stops
 from fadamgc.sim.executors import Executor, ExecutorChoice, Plan, VectorizedExecutor, make_executor
-from fadamgc.sim.problem import Problem
 from fadamgc.sim.progress import progress_bar
-from fadamgc.sim.run import Run
 from fadamgc.task import Task
 
 Outcome = Run | NonFiniteError

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from fadamgc.sim.run import Record
+from fadamgc.federation.run import Record
 
 Advance = Callable[..., None]
 

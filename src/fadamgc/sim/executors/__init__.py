@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from fadamgc.errors import InputError, nearest, shown
+from fadamgc.federation.problem import Problem
 from fadamgc.sim.executors.auto import choose
 from fadamgc.sim.executors.base import Executor, Job, Plan, Result, Round
 from fadamgc.sim.executors.loop import LoopExecutor
 from fadamgc.sim.executors.threads import ThreadsExecutor
 from fadamgc.sim.executors.vectorized import VectorizedExecutor
-from fadamgc.sim.problem import Problem
 
 __all__ = [
     "Executor",

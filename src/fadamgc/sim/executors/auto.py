@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from fadamgc.errors import FadamgcError, InputError
+from fadamgc.federation.client_states import ClientStates
+from fadamgc.federation.problem import Problem
+from fadamgc.federation.sampling import Batches
 from fadamgc.sim.executors.base import Executor, Job, Plan, Round
 from fadamgc.sim.executors.loop import LoopExecutor
 from fadamgc.sim.executors.threads import ThreadsExecutor
 from fadamgc.sim.executors.vectorized import VectorizedExecutor
-from fadamgc.sim.problem import Problem
-from fadamgc.sim.sampling import Batches
-from fadamgc.sim.states import ClientStates
 
 SMALL = 1_000_000  # parameters up to which a block of clients may pay on a CPU
 LONG = 500  # client-steps from which on a few of them are spent on timing

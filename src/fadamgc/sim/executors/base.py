@@ -8,9 +8,9 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from fadamgc.algorithm import AnyAlgorithm
-from fadamgc.sim.problem import Buffers, Problem
-from fadamgc.sim.sampling import Batches
-from fadamgc.sim.states import ClientStates
+from fadamgc.federation.client_states import ClientStates
+from fadamgc.federation.problem import Buffers, Problem
+from fadamgc.federation.sampling import Batches
 
 
 class Plan(NamedTuple):

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from fadamgc.errors import ClientError, reason
-from fadamgc.seeds import seeded
+from fadamgc.federation.problem import Problem
+from fadamgc.federation.sampling import FORWARD, torch_seed
+from fadamgc.runtime import seeded
 from fadamgc.sim.executors.base import Job, Plan, Result
-from fadamgc.sim.problem import Problem
-from fadamgc.sim.sampling import FORWARD, torch_seed
 
 
 class LoopExecutor:

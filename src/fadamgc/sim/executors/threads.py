@@ -20,13 +20,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fadamgc.algorithm import AnyAlgorithm
 from fadamgc.errors import InputError, whole
-from fadamgc.sim.cores import single_threads
+from fadamgc.federation.problem import Problem
+from fadamgc.federation.sampling import FORWARD, torch_seed
+from fadamgc.runtime import single_threads
 from fadamgc.sim.executors.base import Job, Plan, Result
+from fadamgc.sim.executors.inplace import Rules, Vectors
 from fadamgc.sim.executors.loop import failure
-from fadamgc.sim.executors.native import compiler
-from fadamgc.sim.executors.rules import Rules, Vectors
-from fadamgc.sim.problem import Problem
-from fadamgc.sim.sampling import FORWARD, torch_seed
+from fadamgc.sim.executors.machine_code import compiler
 
 LARGE = 100_000  # numbers in a model, from which on
 MANY = 200  # client-steps are worth the compilation of the rules

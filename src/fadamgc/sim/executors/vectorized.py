@@ -24,13 +24,13 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fadamgc.algorithm import AnyAlgorithm
 from fadamgc.errors import FadamgcError, InputError
-from fadamgc.sim.cores import one_thread
+from fadamgc.federation.problem import Buffers, Problem
+from fadamgc.runtime import one_thread
 from fadamgc.sim.executors.base import Job, Plan, Result
-from fadamgc.sim.executors.batchable import check_batchable, is_samplewise
-from fadamgc.sim.executors.graphs import liftable, lifted, record
 from fadamgc.sim.executors.loop import one
-from fadamgc.sim.executors.native import Code, compiled, compiler
-from fadamgc.sim.problem import Buffers, Problem
+from fadamgc.sim.executors.machine_code import Code, compiled, compiler
+from fadamgc.sim.executors.trace import liftable, lifted, record
+from fadamgc.sim.executors.traits import check_batchable, is_samplewise
 
 log = logging.getLogger("fadamgc")
 

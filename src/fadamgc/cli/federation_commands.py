@@ -1,0 +1,193 @@
+"""``fadamgc federation``: a federation on this machine, and what one on several needs beyond Flower."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fadamgc.cli.console import say, terminal
+from fadamgc.errors import FadamgcError, InputError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    help="A Flower federation on this machine: one SuperLink and some nodes, on loopback. "
+    "`superlink`, `supernode` and `login` are for federations on several machines; see docs/flower.md.",
+)
+
+Folder = Annotated[Path, typer.Option("--folder", help="Where its logs, keys and states are.")]
+Nodes = Annotated[int, typer.Option("--nodes", "-n", help="How many nodes.")]
+Secure = Annotated[
+    bool,
+    typer.Option(
+        "--secure",
+        help="TLS, and only nodes whose key the operator has registered; certificates and keys are made. "
+        "With or without it, only the holder of the operator's token in the folder can register keys and "
+        "start runs. Other users of this machine who can list its processes can still act as an app that "
+        "runs (Flower puts the app's token on its command line).",
+    ),
+]
+HERE = Path("out/federation")
+
+
+@app.command()
+def up(nodes: Nodes = 3, secure: Secure = False, folder: Folder = HERE) -> None:
+    """Start a SuperLink and nodes.
+
+    Then `fadamgc federation run APP`, or Flower's own `flwr run` with the environment that is printed.
+    """
+    from fadamgc.flower.loopback import NAME, QUIET, Federation
+
+    _end_well()
+    federation = Federation(folder)
+    state = federation.up(nodes, secure)
+    names = ", ".join(process.name for process in state.processes)
+    say(f"running: {names}; logs in {federation.folder / 'logs'}")
+    if secure:
+        from fadamgc.flower.certificates import end_of
+
+        say(f"certificates in {federation.keys} end on {end_of(federation.keys):%Y-%m-%d}")
+    settings = " ".join(f"{key}={value}" for key, value in QUIET.items())
+    say(f"FLWR_HOME={federation.folder / 'flwr'} {settings} flwr run APP {NAME} --stream")
+
+
+@app.command()
+def status(folder: Folder = HERE) -> None:
+    """Show what runs."""
+    from fadamgc.flower.loopback import Federation
+
+    show = partial(terminal().print, highlight=False, soft_wrap=True, markup=False)
+    federation = Federation(folder)
+    processes = federation.read().processes
+    if not processes:
+        show(f"no federation in {folder}; `fadamgc federation up` starts one")
+    for process in processes:
+        said = "runs" if process.alive else f"has ended; see {process.log}"
+        show(f"{process.name}: process {process.pid}, port {process.port}, {said}")
+    if warning := federation.warning():
+        show(f"warning: {warning}")
+
+
+@app.command()
+def down(folder: Folder = HERE) -> None:
+    """Stop everything that was started. States, keys and logs stay."""
+    from fadamgc.flower.loopback import Federation
+
+    say(f"stopped {Federation(folder).down()} processes")
+
+
+@app.command()
+def run(
+    app_folder: Annotated[
+        Path,
+        typer.Argument(
+            metavar="APP", help="A Flower app, such as examples/flower-digits.", show_default=False
+        ),
+    ],
+    nodes: Nodes = 3,
+    secure: Secure = False,
+    folder: Folder = HERE,
+    config: Annotated[
+        str, typer.Option(help="Values for the app's config, such as \"algorithm='scaffold' rounds=3\".")
+    ] = "",
+) -> None:
+    """Run a Flower app on a federation here; if none runs, one is started, and stopped afterwards."""
+    from fadamgc.flower.loopback import Federation
+
+    _end_well()
+    federation = Federation(folder)
+    own = not federation.read().alive
+    try:
+        if own:
+            say(f"starting a SuperLink and {nodes} nodes")
+            federation.up(nodes, secure)
+        if warning := federation.warning():
+            say(f"warning: {warning}")
+        federation.run(app_folder, config)
+    except KeyboardInterrupt:
+        if not own:
+            raise FadamgcError(
+                "no longer shown, but the run goes on; `flwr ls` and `flwr stop` end it"
+            ) from None
+        raise FadamgcError("stopped; the same command goes on with the last complete round") from None
+    finally:
+        if own:
+            federation.down()
+
+
+Token = Annotated[Path, typer.Option("--operator-token", help="File with the operator's token.")]
+FORWARD = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+@app.command(context_settings=FORWARD)
+def superlink(context: typer.Context, token: Token = Path("operator.token")) -> None:
+    """Run Flower's SuperLink, for the holder of the operator's token alone.
+
+    All other options are those of `flower-superlink`, such as `--ssl-certfile`. Without the token nobody can
+    register a node's key or start a run. The token is made if the file does not exist.
+    """
+    from fadamgc.flower.loopback import launch, make_token
+
+    if not token.expanduser().exists():
+        make_token(token.expanduser())
+        say(f"made {token}: who has it can run code on the SuperLink and on every node")
+    _become([*launch("superlink"), "--operator-token", str(token), *context.args])
+
+
+@app.command(context_settings=FORWARD)
+def supernode(context: typer.Context) -> None:
+    """Run Flower's SuperNode, with a secret that keeps other processes from fetching its tasks.
+
+    All options are those of `flower-supernode`, such as `--superlink`.
+    """
+    from fadamgc.flower.loopback import launch
+
+    _become([*launch("supernode"), *context.args])
+
+
+@app.command()
+def login(
+    address: Annotated[
+        str, typer.Argument(metavar="HOST:PORT", help="The SuperLink, as in Flower's config.toml.")
+    ],
+    token: Token = Path("operator.token"),
+) -> None:
+    """Let Flower's own `flwr` command send the operator's token to a SuperLink.
+
+    The token is stored where `flwr login` would store it: in $FLWR_HOME, by default ~/.flwr.
+    """
+    from flwr.supercore.utils import get_flwr_home
+
+    from fadamgc.flower.launch import read_token
+    from fadamgc.flower.loopback import log_in
+
+    try:
+        secret = read_token(token)
+    except ValueError as error:
+        raise InputError(str(error)) from None
+    log_in(get_flwr_home(), address, secret)
+    say(f"`flwr` sends the operator's token to {address} from now on")
+
+
+def _become(command: list[str]) -> None:
+    """Replace this process by a command; settings of Flower in the environment are kept."""
+    from fadamgc.flower.loopback import QUIET, search_path
+
+    os.execve(command[0], command, QUIET | os.environ | {"PATH": search_path()})
+
+
+def _end_well() -> None:
+    """Stop what was started also when this process is told to end."""
+
+    def end(number: int, _: object) -> None:
+        sys.exit(128 + number)
+
+    for name in ("SIGTERM", "SIGHUP"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), end)

@@ -1,0 +1,1 @@
+"""Tables, plots and the page of an experiment, from its saved runs."""

@@ -1,0 +1,1 @@
+"""Running the experiment that a spec describes."""

@@ -1,0 +1,480 @@
+"""Jobs over processes: each is one run, saved the moment it is finished.
+
+Jobs of one method go to a process as a group, whose runs advance together (see ``sim/many.py``). A process
+computes with one thread, also where there is only one process, so that the bits of a run do
+not depend on how many there are.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count as numbers_from
+from itertools import groupby, pairwise
+from multiprocessing import connection, get_context, parent_process
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+import torch
+
+from fadamgc.algorithm import AnyAlgorithm
+from fadamgc.cache import code_folder
+from fadamgc.errors import (
+    CheckpointError,
+    CheckpointInUseError,
+    FadamgcError,
+    NonFiniteError,
+    OtherRunError,
+    UnwritableError,
+    whole,
+)
+from fadamgc.experiments.spec.sections import (
+    CostSpec,
+    CustomTask,
+    MethodSpec,
+    PicturesTask,
+    RunSpec,
+    Spec,
+    TaskSpec,
+    TextTask,
+)
+from fadamgc.federation.run import Run, read_run
+from fadamgc.files import as_json, has_bundle, remove_leftovers, write_atomic
+from fadamgc.runtime import one_thread
+from fadamgc.sim.engine import Engine, Hooks, Makers, RoundEnd, prepare, simulate
+from fadamgc.sim.executors.machine_code import compiler
+from fadamgc.sim.many import Share, advance
+from fadamgc.task import Task
+from fadamgc.tasks.build import build_task
+from fadamgc.trackers import chosen
+
+log = logging.getLogger("fadamgc")
+
+ADAPTER = "adapter"  # of a run on texts, in peft's format
+CHECKPOINT = "checkpoint"
+RECORDS = ("run.json", "run.json.gz")  # the record of a finished run, plain or packed
+DIVERGED_RECORD = "diverged.json"  # why a run stopped whose update was not finite
+CHECKPOINT_EVERY = 25  # rounds that an interrupted run loses at the most
+TOGETHER = 16  # runs that advance together at the most
+
+
+Warn = Callable[[str], object]  # tells the user
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of one method with one seed, and where it is saved."""
+
+    task: TaskSpec
+    run: RunSpec
+    cost: CostSpec
+    method: MethodSpec
+    algorithm: AnyAlgorithm | None  # the method's, so that a worker needs no registry; None: cannot be run
+    seed: int
+    folder: Path
+    validation: float = 0.0  # above 0: evaluated on held-out train data
+    detail: str = ""  # what tells it from other jobs of the same method and seed
+
+    @classmethod
+    def of(
+        cls,
+        spec: Spec,
+        method: MethodSpec,
+        seed: int,
+        folder: Path,
+        validation: float = 0.0,
+        detail: str = "",
+    ) -> Job:
+        """The job of a spec's method and seed."""
+        run = spec.run.model_copy(update={"tracked": spec.tracked(method)})
+        algorithm = None if isinstance(spec.task, CustomTask) else method.make()
+        return cls(spec.task, run, spec.cost, method, algorithm, seed, folder, validation, detail)
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return ", ".join(filter(None, (self.method.label, self.detail, f"seed {self.seed}")))
+
+    def identity(self) -> dict[str, Any]:
+        """Everything that determines the run, as plain data; the cost only prices it."""
+        return {
+            "task": as_json(self.task.model_dump()),
+            "run": as_json(self.run.model_dump(exclude={"seeds", "target"}))
+            | ({"target": self.run.target} if self.run.stop_at_target else {}),
+            "method": as_json(self.method.model_dump(include={"algorithm", "hyperparameters"})),
+            "seed": self.seed,
+            "validation": self.validation,
+        }
+
+    def build(self) -> Task:
+        """Build the task of the run."""
+        return build_task(self.task, self.seed, self.validation)
+
+    def check(self, task: Task) -> Space:
+        """Refuse what cannot run, without running it; how much room it needs on disk."""
+        run = self.run
+        executor = "loop" if run.executor == "auto" else run.executor  # made in no time
+        dry = simulate(**self.arguments(task) | {"rounds": 0, "executor": executor}, progress=False)
+        sampled = run.sampled or dry.clients.n
+        taking_part = min(dry.clients.n, run.rounds * sampled)
+        states = _bytes(dry.server) + taking_part * _bytes(dry.clients.initial)
+        # A checkpoint that is replaced is there until the new one is.
+        return Space(record=run.rounds * (300 + 60 * sampled), checkpoint=2 * states)
+
+    def simulate(self) -> Run:
+        """Run it on its own, and keep nothing."""
+        return self.labelled(simulate(**self.arguments(), progress=False))
+
+    def arguments(self, task: Task | None = None) -> dict[str, Any]:
+        """What ``simulate`` is called with, on a task that was built before, or a new one."""
+        run = self.run
+        return {
+            "algorithm": self.algorithm,
+            "task": task or self.build(),
+            "rounds": run.rounds,
+            "sampled": run.sampled,
+            "tracked": run.tracked,
+            "local_steps": run.local_steps,
+            "batch_size": run.batch_size,
+            "seed": self.seed,
+            "local_epochs": run.local_epochs,
+            "weights": run.weights,
+            "eval_every": run.eval_every,
+            "target": run.target if run.stop_at_target else None,
+            "on_nonfinite": run.on_nonfinite,
+            "cost": self.cost.model(),
+            "dtype": {"float32": torch.float32, "float64": torch.float64}[run.dtype],
+            "executor": run.executor,
+        }
+
+    def start(self, callback: Callable[[RoundEnd], object], make: Makers, warn: Warn) -> tuple[Engine, Hooks]:
+        """The run before its first round, or where its checkpoint is.
+
+        A checkpoint of other settings is removed; one that cannot be read is moved aside, with a warning.
+        """
+        checkpoint = self.folder / CHECKPOINT
+        name = self.folder.name
+        parameters = {"algorithm": self.method.algorithm, **self.method.hyperparameters, "seed": self.seed}
+        trackers = [] if self.validation else chosen(self.folder.parent.parent, name, parameters)
+        arguments = self.arguments() | {
+            "callbacks": (*trackers, callback),
+            "checkpoint": checkpoint,
+            "checkpoint_every": CHECKPOINT_EVERY,
+            "resume": True,
+            "make": make,
+        }
+        try:
+            return prepare(**arguments)
+        except OtherRunError:
+            shutil.rmtree(checkpoint, ignore_errors=True)
+        except CheckpointInUseError:
+            raise
+        except CheckpointError as error:
+            if is_system_error(error):
+                raise
+            warn(f"{error}; moved to {move_aside(checkpoint)}, and {self.name} starts from round 1")
+        return prepare(**arguments)
+
+    def labelled(self, run: Run) -> Run:
+        """The run with what it is a run of."""
+        return replace(run, settings=run.settings | {"job": self.identity()})
+
+    def load(self) -> Run | None:
+        """The run if it was saved by a job equal to this one, else None.
+
+        Raises:
+            CheckpointError: the record is damaged, or cannot be read.
+        """
+        if not has_bundle(self.folder, "run"):
+            return None
+        run = read_run(self.folder)
+        return run if self._is_identity(run.settings.get("job")) else None
+
+    def saved(self) -> Run | None:
+        """The run if it was saved by a job equal to this one and can be read, else None."""
+        try:
+            return self.load()
+        except CheckpointError:
+            return None
+
+    def is_done(self, warn: Warn) -> bool:
+        """Whether the run need not be made again; a damaged record is moved aside, with a warning.
+
+        A process that was killed just after it saved the run has left the checkpoint, which is removed.
+        """
+        try:
+            if self.load() is None:
+                return False
+            shutil.rmtree(self.folder / CHECKPOINT, ignore_errors=True)
+            remove_leftovers(self.folder, "run")
+            return True
+        except CheckpointError as error:
+            if is_system_error(error):
+                raise
+            aside = [str(move_aside(path)) for name in RECORDS if (path := self.folder / name).exists()]
+            warn(f"{error}; moved to {', '.join(aside)}, and {self.name} is run again")
+            return False
+
+    def diverged(self) -> str | None:
+        """Why the run of a job equal to this one stopped, if an update of it was not finite."""
+        try:
+            record = json.loads((self.folder / DIVERGED_RECORD).read_bytes())
+        except (OSError, ValueError, RecursionError):
+            return None
+        known = isinstance(record, dict) and self._is_identity(record.get("job"))
+        return str(record.get("error")) if known else None
+
+    def _is_identity(self, saved: object) -> bool:
+        """Whether a saved identity is this job's; a spec has no key for a hyperparameter that is None."""
+        return bool(_without_none(saved) == _without_none(self.identity()))
+
+
+def _without_none(identity: Any) -> Any:
+    try:
+        method = identity["method"]
+        given = {key: value for key, value in method["hyperparameters"].items() if value is not None}
+        return identity | {"method": method | {"hyperparameters": given}}
+    except (KeyError, TypeError, AttributeError):
+        return identity  # of no job
+
+
+def is_system_error(error: CheckpointError) -> bool:
+    """Whether the system could not read or write (permission, a full disk): that is not damage."""
+    cause = error.__cause__ or error.__context__
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno not in (None, errno.ENOENT, errno.ENOTDIR):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
+
+
+def move_aside(path: Path) -> Path:
+    """Rename a file or folder that cannot be read, and replace nothing; the new path."""
+    names = (path.with_name(f"{path.name}.unreadable-{number}") for number in numbers_from(1))
+    return path.rename(next(aside for aside in names if not os.path.lexists(aside)))
+
+
+class Space(NamedTuple):
+    """Bytes that a job takes on disk, about."""
+
+    record: int  # for good
+    checkpoint: int  # while it runs
+
+
+def _bytes(state: Any) -> int:
+    return sum(t.numel() * t.element_size() for t in state)
+
+
+class Outcome(NamedTuple):
+    """How a job ended."""
+
+    rounds: int
+    metric: float | None  # of the last evaluation
+    error: str | None = None  # why it did not finish
+
+
+Progress = Callable[[int], None]  # a round of job i is done
+Finished = Callable[[int, Outcome], None]
+
+
+class Stopped(Exception):  # noqa: N818
+    """The user wants no more; what was not finished is not kept."""
+
+
+def execute(jobs: Sequence[Job], on_round: Callable[[int], bool], warn: Warn = log.warning) -> list[Outcome]:
+    """Run jobs of one method together, and save each as soon as it has ended.
+
+    ``on_round`` is told after each round which job had it, and says whether to stop. ``warn`` is told what
+    the user should know.
+    """
+    outcomes: dict[int, Outcome] = {}
+
+    def callback(i: int, _: RoundEnd) -> None:
+        if on_round(i):
+            raise Stopped
+
+    def finished(i: int, run: Run | NonFiniteError) -> None:
+        job = jobs[i]
+        if isinstance(run, NonFiniteError):
+            outcomes[i] = Outcome(run.round, None, str(run))
+            reason = {"job": job.identity(), "error": str(run)}
+            job.folder.mkdir(parents=True, exist_ok=True)
+            write_atomic(job.folder / DIVERGED_RECORD, json.dumps(reason).encode())
+            return
+        if isinstance(job.task, TextTask) and not job.validation:
+            from fadamgc.models.text import TextClassifier
+
+            model = run.model
+            assert isinstance(model, TextClassifier)
+            job.folder.mkdir(parents=True, exist_ok=True)
+            model.save_adapter(job.folder / ADAPTER)  # before the record, which says that all is there
+        job.labelled(run).save(job.folder, states=False)
+        (job.folder / DIVERGED_RECORD).unlink(missing_ok=True)  # of an earlier attempt
+        shutil.rmtree(job.folder / CHECKPOINT, ignore_errors=True)
+        outcomes[i] = Outcome(len(run.history), run.history[-1].test_metric)
+
+    share = Share()
+    try:
+        with torch.inference_mode(False), ExitStack() as stack:
+            started = []
+            for i, job in enumerate(jobs):
+                started.append(job.start(partial(callback, i), share.makers, warn))
+                stack.callback(started[-1][0].close)
+            advance(started, finished=finished)
+    except (OSError, UnwritableError) as error:  # a full disk, most likely; the last checkpoints are there
+        folder = jobs[0].folder.parent
+        message = (
+            f"{folder} cannot be written: {error.strerror or error}" if isinstance(error, OSError) else error
+        )
+        raise FadamgcError(
+            f"{message}; what was finished is saved: make room and continue with --resume"
+        ) from error
+    return [outcomes[i] for i in range(len(jobs))]
+
+
+def in_groups(jobs: Sequence[Job], workers: int) -> list[list[int]]:
+    """Numbers of jobs that go to a process together: of one method, and enough groups for all processes."""
+    most = max(1, min(TOGETHER, -(-len(jobs) // (3 * workers))))
+    if any(isinstance(job.task, PicturesTask | TextTask) for job in jobs):
+        most = 1  # they would share nothing, and each has its data in memory
+    groups: list[list[int]] = []
+    for _, alike in groupby(range(len(jobs)), key=lambda i: jobs[i].method.algorithm):
+        numbers = list(alike)
+        count = -(-len(numbers) // most)
+        bounds = [len(numbers) * g // count for g in range(count + 1)]
+        groups += [numbers[a:b] for a, b in pairwise(bounds)]
+    return groups
+
+
+def run_jobs(
+    jobs: Sequence[Job],
+    workers: int | None,
+    progress: Progress,
+    finished: Finished,
+    warn: Warn = log.warning,
+) -> None:
+    """Run all jobs. On an interrupt or an error the workers stop; what was saved by then stays."""
+    check_workers(workers)
+    count = min(workers or os.cpu_count() or 1, len(jobs))
+    groups = in_groups(jobs, max(1, count))
+    if count <= 1:
+        with one_thread():
+            for group in groups:
+                outcomes = execute([jobs[i] for i in group], partial(_advance, progress, group), warn)
+                for i, outcome in zip(group, outcomes, strict=True):
+                    finished(i, outcome)
+        return
+    if compiler() is not None:
+        code_folder()  # if it is a temporary one, the processes share it
+    context = get_context("spawn")
+    # Pipes and not queues or events: those have locks, which a worker that is killed would keep for good.
+    stop, stopper = context.Pipe(duplex=False)
+    messages, sender = context.Pipe(duplex=False)
+    pool = ProcessPoolExecutor(count, context, _start_worker, (stop, sender))
+    listener = threading.Thread(target=_listen, args=(messages, progress, warn), daemon=True)
+    listener.start()
+    try:
+        # A queue and not concurrent.futures.wait: that takes the locks of all futures, and an interrupt in
+        # the middle of it would leave some of them held, and the shutdown waiting for ever.
+        ended: SimpleQueue[Future[list[Outcome]]] = SimpleQueue()
+        with no_interrupts():  # the parent gets it and says what to do
+            owned = {pool.submit(_work, group, [jobs[i] for i in group]): group for group in groups}
+            for future in owned:
+                future.add_done_callback(ended.put)
+        for _ in groups:
+            future = ended.get()
+            for i, outcome in zip(owned[future], future.result(), strict=True):
+                finished(i, outcome)
+    except BrokenProcessPool:
+        raise FadamgcError(
+            "a worker process died, perhaps for lack of memory; what was finished is saved: "
+            "go on with --resume and fewer --workers"
+        ) from None
+    finally:
+        with no_interrupts():
+            stopper.send_bytes(b"stop")  # nobody reads it, so all workers see it
+            pool.shutdown(cancel_futures=True)
+            sender.send_bytes(END)
+            listener.join()
+            for end in (stop, stopper, messages, sender):
+                end.close()
+
+
+def check_workers(workers: int | None) -> None:
+    """Refuse a number of workers that is none."""
+    if workers is not None:
+        whole("workers", workers, 1)
+
+
+@contextmanager
+def no_interrupts() -> Iterator[None]:
+    """Ignore Ctrl-C for a moment; processes that are started meanwhile ignore it for good."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _advance(progress: Progress, group: Sequence[int], i: int) -> bool:
+    progress(group[i])
+    return False
+
+
+# In the workers.
+
+_stop: Any = None
+_sender: Any = None
+
+END, ROUND, WARNING = b"e", b"r", b"w"  # how a message starts
+LONGEST = 3_000  # bytes of a warning: what fits into a pipe at once is written whole, whoever else writes
+
+
+def _start_worker(stop: Any, sender: Any) -> None:
+    global _stop, _sender
+    _stop, _sender = stop, sender
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it and says what to do
+    torch.set_num_threads(1)
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+
+
+def _die_with_parent() -> None:
+    parent = parent_process()
+    assert parent is not None
+    connection.wait([parent.sentinel])
+    os._exit(1)
+
+
+def _work(group: list[int], jobs: list[Job]) -> list[Outcome]:
+    def on_round(i: int) -> bool:
+        _sender.send_bytes(ROUND + str(group[i]).encode())
+        return bool(_stop.poll())
+
+    def warn(message: str) -> None:
+        _sender.send_bytes(WARNING + message.encode(errors="replace")[:LONGEST])
+
+    return execute(jobs, on_round, warn)
+
+
+def _listen(messages: Any, progress: Progress, warn: Warn) -> None:
+    """Read messages until the end: which job had a round, and warnings."""
+    while (message := messages.recv_bytes()) != END:
+        if message.startswith(WARNING):
+            warn(message[1:].decode(errors="replace"))
+        else:
+            progress(int(message[1:]))

@@ -1,0 +1,1 @@
+"""Specs of experiments: their sections, and how they are read from and written to TOML."""

@@ -1,0 +1,385 @@
+"""What a simulation leaves behind: states, history, and the questions one asks of them."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import platform
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fadamgc.algorithm import AnyAlgorithm, example
+from fadamgc.errors import CheckpointError, FadamgcError, InputError, cut, shown, whole
+from fadamgc.federation.client_states import ClientStates
+from fadamgc.federation.cost import CostModel, Work
+from fadamgc.federation.problem import Buffers
+from fadamgc.files import LazyTensor, read_bundle, write_bundle
+from fadamgc.flat import Flat
+from fadamgc.methods import algorithms, make_algorithm
+from fadamgc.task import Task
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+NAME = "run"  # of the bundle of a saved run
+
+
+@dataclass(frozen=True)
+class Record:
+    """One round. Values of an evaluation are None in rounds that were not evaluated."""
+
+    round: int  # from 1
+    train_loss: float | None  # mean over clients of the mean over local steps
+    test_loss: float | None
+    test_accuracy: float | None  # None unless it is the task's metric
+    test_metric: float | None  # the task's metric, whatever it is
+    bytes_down: int  # all clients together
+    bytes_up: int
+    simulated_seconds: float  # of this round, by the run's cost model
+    wall_seconds: float = field(compare=False)  # of this round, as it ran here
+    sampled: tuple[int, ...] = ()
+    tracked: tuple[int, ...] = ()
+    dropped: tuple[int, ...] = ()  # sampled, but their update was not finite
+    work: tuple[Work, ...] = field(default=(), repr=False)
+
+    @classmethod
+    def of(
+        cls, t: int, evaluation: Mapping[str, float], work: tuple[Work, ...], cost: CostModel, **others: Any
+    ) -> Record:
+        """The record of round t from its evaluation (empty if there was none) and its priced work."""
+        return cls(
+            round=t,
+            test_loss=evaluation.get("test_loss"),
+            test_accuracy=evaluation.get("test_accuracy"),
+            test_metric=evaluation.get("test_metric"),
+            bytes_down=sum(sum(w.down) for w in work),
+            bytes_up=sum(sum(w.up) for w in work),
+            simulated_seconds=sum(cost.seconds(w) for w in work),
+            work=work,
+            **others,
+        )
+
+    def priced(self, cost: CostModel) -> Record:
+        """The same round under another cost model."""
+        return dataclasses.replace(self, simulated_seconds=sum(cost.seconds(w) for w in self.work))
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data; a column of equal numbers becomes one number."""
+        plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        plain["work"] = [{key: _shorten(column) for key, column in w._asdict().items()} for w in self.work]
+        return plain
+
+    @classmethod
+    def from_json(cls, plain: Mapping[str, Any]) -> Record:
+        """The inverse of ``to_json``."""
+        values = dict(plain)
+        for name in ("sampled", "tracked", "dropped"):
+            values[name] = _numbers(values[name])
+        values["work"] = tuple(
+            Work(*(_lengthen(w[key], len(w["clients"])) for key in Work._fields)) for w in values["work"]
+        )
+        for name in ("round", "bytes_down", "bytes_up"):
+            whole(name, values[name], 0)
+        for name in ("train_loss", "test_loss", "test_accuracy", "test_metric"):
+            if values[name] is not None:
+                values[name] = float(values[name])
+        for name in ("simulated_seconds", "wall_seconds"):
+            values[name] = float(values[name])
+        return cls(**values)
+
+
+def _numbers(values: Any) -> tuple[int, ...]:
+    return tuple(whole("number", value, 0) for value in values)
+
+
+def _shorten(column: tuple[int, ...]) -> Any:
+    return column[0] if len(column) > 1 and len(set(column)) == 1 else list(column)
+
+
+def _lengthen(column: Any, length: int) -> tuple[int, ...]:
+    values = (whole("number", column, 0),) * length if isinstance(column, int) else _numbers(column)
+    if len(values) != length:
+        raise ValueError(f"{len(values)} entries for {length} clients")
+    return values
+
+
+@dataclass(eq=False, repr=False)
+class Run:
+    """A finished simulation.
+
+    Attributes:
+        algorithm: the algorithm; None if it was loaded and its class is not registered.
+        server: the server's state.
+        clients: the clients' states, ``clients[i].y`` and so on.
+        buffers: the averaged buffers of the model.
+        history: one Record a round.
+        settings: everything that determines the run, as plain data.
+        environment: versions and machine that made it.
+        cost: the cost model behind ``simulated_seconds``.
+        task: the task; None if the run was loaded without it.
+    """
+
+    algorithm: AnyAlgorithm | None
+    server: Any
+    clients: ClientStates
+    buffers: Buffers
+    history: list[Record]
+    settings: dict[str, Any]
+    environment: dict[str, str]
+    cost: CostModel
+    task: Task | None = None
+    goal: str = "max"
+
+    def __repr__(self) -> str:
+        last = next((r.test_metric for r in reversed(self.history) if r.test_metric is not None), None)
+        shown = "" if last is None else f", metric={last:.4g}"
+        name = self.settings.get("algorithm")
+        return f"Run({name!r} on {self.settings.get('task')!r}, rounds={len(self.history)}{shown})"
+
+    @property
+    def x(self) -> Tensor:
+        """The global model as a flat vector, in the order of ``model.parameters()``."""
+        if self.server is None:
+            raise FadamgcError("this run was saved without its states; only its records are here")
+        x: Tensor = self.server.x
+        return x
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """A copy of the task's module with the trained parameters and buffers in it."""
+        if self.task is None:
+            raise FadamgcError("this run was loaded without its task; use load_run(path, task=...)")
+        module = copy.deepcopy(self.task.model)
+        Flat.of(module).load(module, self.x, self.buffers)
+        return module
+
+    def record_at(self, target: float) -> Record | None:
+        """The first record whose metric reaches the target, or None."""
+        for record in self.history:
+            value = record.test_metric
+            if value is None or not math.isfinite(value):
+                continue
+            if value <= target if self.goal == "min" else value >= target:
+                return record
+        return None
+
+    def rounds_to(self, target: float) -> int | None:
+        """Rounds until the task's metric first reached the target, or None if it never did."""
+        record = self.record_at(target)
+        return None if record is None else record.round
+
+    def minutes_to(self, target: float, cost: CostModel | None = None) -> float | None:
+        """Simulated minutes until then, by the run's cost model or by another."""
+        rounds = self.rounds_to(target)
+        if rounds is None:
+            return None
+        history = self.history if cost is None else self.reprice(cost).history
+        return sum(record.simulated_seconds for record in history if record.round <= rounds) / 60
+
+    def reprice(self, cost: CostModel) -> Run:
+        """The same run under another cost model, without running it again."""
+        if cost == self.cost:
+            return self
+        return dataclasses.replace(self, history=[r.priced(cost) for r in self.history], cost=cost)
+
+    def to_pandas(self) -> pd.DataFrame:
+        """The history as a table, one row a round."""
+        import pandas as pd
+
+        names = [f.name for f in dataclasses.fields(Record) if f.name != "work"]
+        return pd.DataFrame([{name: getattr(r, name) for name in names} for r in self.history], columns=names)
+
+    def save(self, path: str | Path, *, states: bool = True) -> None:
+        """Write the run into a folder, replacing a run that is there; ``load_run`` reads it back.
+
+        Args:
+            path: the folder.
+            states: False leaves out the states, for records that are to stay small.
+        """
+        if states and self.server is None:
+            raise FadamgcError("this run was saved without its states; pass states=False to save its records")
+        write_run(Path(path), self, states=states)
+
+
+# Runs as plain data and tensors, in the folder of a saved run and in that of a checkpoint.
+
+
+def write_run(folder: Path, run: Run, *, states: bool = True) -> None:
+    """Write a run as a bundle."""
+    tensors: dict[str, Tensor | LazyTensor] = {}
+    if states:
+        tensors |= server_tensors(run)
+        initial = run.clients.initial
+        for i in run.clients.participants:
+            for field in initial._fields:
+                read = partial(_read_field, run.clients, i, field)
+                tensors[f"client.{i}.{field}"] = LazyTensor(getattr(initial, field), read)
+    content = described(run) | {
+        "participants": run.clients.participants,
+        "has_states": states,
+        "history": [record.to_json() for record in run.history],
+    }
+    write_bundle(folder, NAME, content, tensors)
+
+
+def _read_field(clients: ClientStates, i: int, field: str) -> Tensor:
+    tensor: Tensor = getattr(clients[i], field)
+    return tensor
+
+
+def read_run(folder: Path, task: Task | None = None) -> Run:
+    """Read a run back from its bundle."""
+    body, tensors = read_bundle(folder, NAME)
+    algorithm = find_algorithm(folder, body)
+    with sound(folder, NAME):
+        history = [Record.from_json(plain) for plain in body["history"]]
+        n = client_count(body)
+        if not body["has_states"]:
+            return assembled(body, algorithm, None, ClientStates(n, None), {}, history, task)
+        server, initial, buffers = unpack_server(algorithm, tensors)
+        states = {_client(i, n): unpack(f"client.{i}", initial, tensors) for i in body["participants"]}
+        clients = ClientStates(n, initial, states)
+        return assembled(body, algorithm, server, clients, buffers, history, task)
+
+
+def described(run: Run) -> dict[str, Any]:
+    """What a run is, without its states and its history."""
+    return {
+        "settings": run.settings,
+        "environment": run.environment,
+        "cost": dataclasses.asdict(run.cost),
+        "goal": run.goal,
+        "n": run.clients.n,
+    }
+
+
+def server_tensors(run: Run) -> dict[str, Tensor | LazyTensor]:
+    """The tensors of a run that are not a client's own."""
+    return {
+        **_pack("server", run.server),
+        **_pack("initial", run.clients.initial),
+        **{f"buffer.{key}": value for key, value in run.buffers.items()},
+    }
+
+
+def unpack_server(algorithm: AnyAlgorithm | None, tensors: Mapping[str, Tensor]) -> tuple[Any, Any, Buffers]:
+    """Server, initial client state and buffers from the tensors of a run."""
+    assert algorithm is not None
+    like = example(algorithm, torch.empty(0))
+    buffers = {k.removeprefix("buffer."): v for k, v in tensors.items() if k.startswith("buffer.")}
+    return _of_kind("server", like.server, tensors), _of_kind("initial", like.client, tensors), buffers
+
+
+def find_algorithm(
+    folder: Path, body: Mapping[str, Any], given: AnyAlgorithm | None = None, expected: str | None = None
+) -> AnyAlgorithm | None:
+    """The algorithm of a run; None if its class is not registered and the run has no states.
+
+    An algorithm that the caller gives, known there by the ``expected`` name, replaces a registered one.
+    """
+    with sound(folder):
+        name, values = str(body["settings"]["algorithm"]), body["settings"]["hyperparameters"]
+        if given is not None and name == expected:
+            return given
+        if name in algorithms():
+            return make_algorithm(name, **values)
+        if not body.get("has_states", True):
+            return None
+    raise InputError(
+        f"algorithm {shown(name)} of {folder} is not registered here; call fadamgc.register before loading"
+    )
+
+
+def assembled(
+    body: Mapping[str, Any],
+    algorithm: AnyAlgorithm | None,
+    server: Any,
+    clients: ClientStates,
+    buffers: Buffers,
+    history: list[Record],
+    task: Task | None = None,
+) -> Run:
+    """The run that a bundle describes."""
+    settings, environment, goal = body["settings"], body["environment"], body["goal"]
+    for value in (goal, settings["executor"], settings["task"], *environment.values()):
+        if not isinstance(value, str):
+            raise ValueError(f"{shown(value)} is not a text")
+    whole("seed", settings["seed"], 0)
+    if goal not in ("max", "min"):
+        raise ValueError(f"goal={shown(goal)} is neither 'max' nor 'min'")
+    cost = CostModel(**body["cost"])
+    cost.check(clients.n)
+    return Run(algorithm, server, clients, buffers, history, settings, environment, cost, task, goal)
+
+
+@contextmanager
+def sound(folder: Path, name: str | None = None) -> Iterator[None]:
+    """Refuse content that has the right digest and is nevertheless not what a run writes."""
+    where = folder if name is None else folder / f"{name}.json"
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except KeyError as error:
+        raise CheckpointError(f"{where} is not a run of this version: it has no {error}") from None
+    except (
+        FadamgcError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        IndexError,
+        OverflowError,
+        RecursionError,
+        RuntimeError,
+    ) as error:
+        raise CheckpointError(f"{where} is not a run of this version: {cut(str(error))}") from None
+
+
+def client_count(body: Mapping[str, Any]) -> int:
+    """How many clients a run has."""
+    return whole("n", body["n"], 1, 1 << 40)
+
+
+def _client(i: Any, n: int) -> int:
+    return whole("client", i, 0, n - 1)
+
+
+def _pack(prefix: str, state: Any) -> dict[str, Tensor]:
+    return {f"{prefix}.{field}": value for field, value in state._asdict().items()}
+
+
+def _of_kind(prefix: str, kind: Any, tensors: Mapping[str, Tensor]) -> Any:
+    return type(kind)(*(tensors[f"{prefix}.{field}"] for field in kind._fields))
+
+
+def unpack(prefix: str, like: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """A state from its tensors, which must have the types and shapes of another one."""
+    state = _of_kind(prefix, like, tensors)
+    for name, tensor, other in zip(like._fields, state, like, strict=True):
+        if tensor.shape != other.shape or tensor.dtype != other.dtype:
+            raise ValueError(
+                f"{prefix}.{name} is {tensor.dtype} {tuple(tensor.shape)}, not {other.dtype} "
+                f"{tuple(other.shape)}"
+            )
+    return state
+
+
+def environment() -> dict[str, str]:
+    """Versions and machine, for the record."""
+    return {
+        "fadamgc": version("fadamgc"),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "machine": f"{platform.system()} {platform.machine()}",
+    }

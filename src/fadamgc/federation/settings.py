@@ -1,0 +1,188 @@
+"""The settings of a simulation, checked before any work is done."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from fadamgc.algorithm import AnyAlgorithm
+from fadamgc.errors import InputError, real, shown, whole
+from fadamgc.federation.sampling import Draw, draw, steps_of
+from fadamgc.task import DTYPES
+
+MOST = 2**53  # rounds, clients, steps, samples: what is counted in floats as well
+MOST_SEED = 2**128 - 1
+LEAST_WEIGHT = 1e-30  # of the mean weight: what a client sends is multiplied by it, in float32
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a simulation is to run; see ``simulate`` for what each means."""
+
+    rounds: int
+    sampled: int | None = None
+    tracked: int | None = None
+    local_steps: int | None = None
+    local_epochs: int | None = None
+    batch_size: int | None = None
+    seed: int = 0
+    schedule: tuple[Draw, ...] | None = None
+    weights: Literal["uniform", "size"] | tuple[float, ...] = "uniform"
+    eval_every: int = 1
+    target: float | None = None
+    on_nonfinite: Literal["error", "drop"] = "error"
+    checkpoint_every: int = 1
+    dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        least, most = {"rounds": 0, "tracked": 0, "seed": 0}, {"seed": MOST_SEED}
+        optional = ("sampled", "tracked", "local_steps", "local_epochs", "batch_size")
+        for name in ("rounds", "seed", "eval_every", "checkpoint_every", *optional):
+            value = getattr(self, name)
+            if value is not None or name not in optional:
+                object.__setattr__(self, name, whole(name, value, least.get(name, 1), most.get(name, MOST)))
+        if self.local_steps is None and self.local_epochs is None:
+            raise InputError("local_steps=None and local_epochs=None; give one of them")
+        if self.local_steps is not None and self.local_epochs is not None:
+            raise InputError(
+                f"local_steps={self.local_steps} and local_epochs={self.local_epochs} are both given; "
+                "give one of them"
+            )
+        if not isinstance(self.on_nonfinite, str) or self.on_nonfinite not in ("error", "drop"):
+            raise InputError(
+                f"on_nonfinite={shown(self.on_nonfinite)} is not accepted; it must be 'error' or 'drop'"
+            )
+        target: Any = self.target
+        if target is not None:
+            number = real(target)
+            if number is None or not math.isfinite(number):
+                raise InputError(f"target={shown(target)} is not accepted; it must be a finite number")
+            object.__setattr__(self, "target", number)
+        dtype: Any = self.dtype
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in DTYPES):
+            raise InputError(
+                f"dtype={shown(dtype)} is not accepted; it must be a type of floating-point numbers such as "
+                f"torch.float32, of at least 16 bits"
+            )
+
+    def check(self, n: int, sizes: Sequence[int], algorithm: AnyAlgorithm) -> None:
+        """Refuse what does not fit the task or the algorithm."""
+        S = n if self.sampled is None else self.sampled
+        if n < S:
+            raise InputError(f"sampled={S} exceeds clients={n}")
+        if self.tracked is not None and self.tracked > S:
+            raise InputError(f"tracked={self.tracked} exceeds sampled={S}")
+        if self.schedule is not None:
+            self._check_schedule(n)
+        if isinstance(self.weights, tuple):
+            bad = [w for w in self.weights if not 0 < w <= 1e100]
+            if len(self.weights) != n or bad:
+                raise InputError(
+                    f"weights must be 'uniform', 'size' or {n} numbers > 0, one for each client; "
+                    f"got {len(self.weights)} numbers" + (f", among them {bad[0]}" if bad else "")
+                )
+            with np.errstate(over="ignore", invalid="ignore"):
+                scaled = self.weight_of(np.empty(0)) or []
+            if not all(math.isfinite(w) and w >= LEAST_WEIGHT for w in scaled):
+                raise InputError(
+                    f"weights from {min(self.weights)} to {max(self.weights)} cannot be scaled to a mean "
+                    f"of 1: they are too small, or one is below {LEAST_WEIGHT:g} of their mean; "
+                    "give numbers nearer to 1"
+                )
+        elif self.weights not in ("uniform", "size"):
+            raise InputError(
+                f"weights={shown(self.weights)} is not accepted; it must be 'uniform', 'size' or one number "
+                "per client"
+            )
+        K = self.steps(max(sizes))
+        if K > MOST:
+            raise InputError(
+                f"local_epochs={self.local_epochs} is {K} local steps of a client; at most {MOST} can be made"
+            )
+        if algorithm.full_participation:
+            self._check_full_participation(n, sizes, type(algorithm).__name__)
+
+    def _check_schedule(self, n: int) -> None:
+        assert self.schedule is not None
+        if self.sampled is not None or self.tracked is not None:
+            raise InputError(
+                f"schedule is given beside sampled={self.sampled}, tracked={self.tracked}; "
+                "it says who takes part, so leave those out"
+            )
+        if len(self.schedule) < self.rounds:
+            raise InputError(f"rounds={self.rounds} exceeds the schedule's {len(self.schedule)} entries")
+        for t, (sampled, tracked) in enumerate(self.schedule, start=1):
+            if not sampled:
+                raise InputError(f"schedule of round {t} samples no client; each round needs at least one")
+            for name, ids in (("sampled", sampled), ("tracked", tracked)):
+                outside = [i for i in ids if not 0 <= i < n]
+                if outside:
+                    raise InputError(
+                        f"schedule of round {t}: {name} client {outside[0]} is not in 0..{n - 1}"
+                    )
+                if len(set(ids)) != len(ids):
+                    raise InputError(f"schedule of round {t}: a client is {name} twice in {shown(list(ids))}")
+            extra = sorted(set(tracked) - set(sampled))
+            if extra:
+                raise InputError(f"schedule of round {t}: client {extra[0]} is tracked but not sampled")
+
+    def _check_full_participation(self, n: int, sizes: Sequence[int], name: str) -> None:
+        partial = (
+            [t for t in range(1, self.rounds + 1) if any(len(ids) < n for ids in self.who(t, n))]
+            if self.schedule is not None
+            else [1] * ((self.sampled or n) < n or (n if self.tracked is None else self.tracked) < n)
+        )
+        if partial:
+            sampled, tracked = self.who(partial[0], n)
+            raise InputError(
+                f"{name} needs all {n} clients sampled and tracked in every round; "
+                f"round {partial[0]} has sampled={len(sampled)}, tracked={len(tracked)}"
+            )
+        if len({self.steps(int(size)) for size in sizes}) > 1:
+            raise InputError(f"{name} needs the same number of local steps at every client; use local_steps")
+        if self.weights != "uniform":
+            raise InputError(f"{name} needs weights='uniform'; got weights={shown(self.weights)}")
+        if self.on_nonfinite == "drop":
+            raise InputError(f"{name} cannot go on without a client; use on_nonfinite='error'")
+
+    def who(self, t: int, n: int) -> Draw:
+        """Who takes part in round t."""
+        if self.schedule is not None:
+            return self.schedule[t - 1]
+        S = n if self.sampled is None else self.sampled
+        return draw(self.seed, t, n, S, S if self.tracked is None else self.tracked)
+
+    def steps(self, samples: int) -> int:
+        """Local steps of a client with that many samples."""
+        return steps_of(samples, self.batch_size, self.local_steps, self.local_epochs)
+
+    def passes(self, samples: int) -> int:
+        """Steps that one pass over a client's data costs."""
+        return 1 if self.batch_size is None else -(-samples // self.batch_size)
+
+    def weight_of(self, sizes: np.ndarray[Any, Any]) -> list[float] | None:
+        """Weights with mean 1 over all clients; None where all are the same."""
+        if self.weights == "uniform":
+            return None
+        raw = np.asarray(sizes if self.weights == "size" else self.weights, dtype=np.float64)
+        return [float(w) for w in raw * (len(raw) / raw.sum())]
+
+    def to_json(self) -> dict[str, Any]:
+        """What determines the trajectory, as plain data (not how long it goes or how it is stored)."""
+        return {
+            "sampled": self.sampled,
+            "tracked": self.tracked,
+            "local_steps": self.local_steps,
+            "local_epochs": self.local_epochs,
+            "batch_size": self.batch_size,
+            "seed": self.seed,
+            "schedule": None if self.schedule is None else [[list(s), list(k)] for s, k in self.schedule],
+            "weights": list(self.weights) if isinstance(self.weights, tuple) else self.weights,
+            "eval_every": self.eval_every,
+            "on_nonfinite": self.on_nonfinite,
+        }

@@ -1,0 +1,104 @@
+"""Threads, memory and torch's global random numbers: what a computation shares with its process."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from fadamgc.errors import InputError
+
+CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+def memory() -> int | None:
+    """Bytes of memory that this process may use: the machine's, or a lower limit; None if unknown."""
+    limits = [_physical(), _address_space(), *map(_cgroup, CGROUPS)]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _physical() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+def _address_space() -> int | None:
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def _cgroup(path: str) -> int | None:
+    try:
+        return int(Path(path).read_text())
+    except (OSError, ValueError):  # no such file, or "max"
+        return None
+
+
+def check_room(what: str, size: int) -> None:
+    """Refuse arrays of ``size`` bytes if the machine has less memory; ``what`` names who asked for them."""
+    available = memory()
+    if available is not None and size > available:
+        raise InputError(
+            f"{what} needs {size / 1e9:.3g} GB, this machine has {available / 1e9:.3g} GB of memory; "
+            "choose smaller numbers"
+        )
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed torch's global generator temporarily, and restore its state on exit.
+
+    >>> with seeded(3):
+    ...     first = torch.rand(2)
+    >>> with seeded(3):
+    ...     torch.equal(first, torch.rand(2))
+    True
+    """
+    with torch.random.fork_rng(devices=[]):
+        if torch.accelerator.is_available():
+            torch.manual_seed(seed)
+        else:  # the same numbers; torch.manual_seed would also record a stack trace for missing devices
+            torch.default_generator.manual_seed(int(seed))
+        yield
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Limit torch to a single thread temporarily."""
+    before = torch.get_num_threads()
+    if before == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def single_threads(count: int) -> ThreadPoolExecutor:
+    """Start a pool of ``count`` workers, in each of which torch uses a single thread."""
+    before = torch.get_num_threads()
+    pool = ThreadPoolExecutor(count, thread_name_prefix="fadamgc", initializer=_use_one_thread)
+    # Start every worker now: torch.set_num_threads in a worker also changes the default for threads that are
+    # created later, so the default is restored below.
+    barrier = threading.Barrier(count)
+    list(pool.map(lambda _: barrier.wait(), range(count)))
+    torch.set_num_threads(before)
+    return pool
+
+
+def _use_one_thread() -> None:
+    torch.set_num_threads(1)
+    torch.get_num_threads()  # fixes this thread's number now; otherwise torch reads it at first use
