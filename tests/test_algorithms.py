@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import fadamgc
-from fadamgc.algorithm import Algorithm, Cohort, adam_ratio
+from fadamgc.algorithm import Algorithm, Cohort
+from fadamgc.rules import adam_ratio
 
 
 def vec(*values: float) -> torch.Tensor:
@@ -24,9 +25,9 @@ def local_round(algo, server, client, gradients, tracked=True, g=None):
     down = algo.broadcast(server)
     local, x, directions = algo.begin(down, client, g), down.x, []
     for gradient in gradients:
-        direction, local = algo.direction(down, client, local, gradient)
-        directions.append(direction)
-        x = x - algo.eta_l * direction
+        before = x
+        x, local = algo.step(down, client, local, x, gradient)
+        directions.append((before - x) / algo.eta_l)
     state, up = algo.finish(down, client, local, x, len(gradients), tracked)
     return state, up, x, directions
 

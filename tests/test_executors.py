@@ -493,8 +493,8 @@ class Counting(fadamgc.FedAvg):
     def begin(self, down, client, g=None):
         return Count(torch.zeros((), dtype=down.x.dtype))
 
-    def direction(self, down, client, local, g):
-        return g / (1 + local.k), Count(local.k + 1)
+    def step(self, down, client, local, x, g):
+        return x - self.eta_l * (g / (1 + local.k)), Count(local.k + 1)
 
 
 def test_what_is_not_a_vector_changes_once_a_step(monkeypatch):
@@ -522,8 +522,8 @@ def test_memory_is_used_again_once_nothing_refers_to_it():
 class Normalised(fadamgc.FedAvg):
     """Local steps of length one: not a rule for each number on its own."""
 
-    def direction(self, down, client, local, g):
-        return g / g.norm(dim=-1, keepdim=True), local
+    def step(self, down, client, local, x, g):
+        return x - self.eta_l * g / g.norm(), local
 
 
 def test_rules_that_look_at_whole_vectors_are_not_cut(monkeypatch):

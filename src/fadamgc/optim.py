@@ -155,8 +155,9 @@ class ClientOptimizer(Optimizer):
             state = self._state(group)
             algo = self._algorithm(group)
             down, client = self._recall(group, "down"), self._recall(group, "client")
-            direction, local = algo.direction(down, client, self._recall(group, "local"), _gradient(group))
-            _load(group, _flatten(group) - algo.eta_l * direction)
+            local = self._recall(group, "local")
+            x, local = algo.step(down, client, local, _flatten(group), _gradient(group))
+            _load(group, x)
             self._keep(group, "local", local)
             state["k"] += 1
         return loss

@@ -46,11 +46,11 @@ class Sums:
             weighted = exact if weight == 1 else exact * weight
             self.buffers[name] = weighted + self.buffers[name] if name in self.buffers else weighted
 
-    def aggregate(self, algorithm: AnyAlgorithm, server: Any, n: int) -> Any:
+    def aggregate(self, algorithm: AnyAlgorithm, server: Any, n: int, t: int) -> Any:
         """The server after the round; as it was, if nobody was added."""
         if self.up is None:
             return server
-        return algorithm.aggregate(server, self.up, Cohort(n=n, S=self.S, K=self.steps / self.S))
+        return algorithm.aggregate(server, self.up, Cohort(n=n, S=self.S, K=self.steps / self.S, t=t))
 
     def mean_loss(self) -> float | None:
         """Mean over clients of the mean over local steps."""

@@ -582,7 +582,11 @@ class Coordinator:
             )
             buffers = {name: reply.buffers[name] for name in self.buffers}
             sums.add(i, reply.steps, up, buffers, torch.tensor(reply.loss, dtype=self.problem.x0.dtype))
-        return sums, sums.aggregate(self.algorithm, self.server, self.n), sums.mean_buffers(self.buffers)
+        return (
+            sums,
+            sums.aggregate(self.algorithm, self.server, self.n, self.t + 1),
+            sums.mean_buffers(self.buffers),
+        )
 
     def _close_setup(self) -> None:
         weights = self.settings.weight_of(self._sizes())

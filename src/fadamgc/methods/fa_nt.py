@@ -8,24 +8,9 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from fadamgc.algorithm import (
-    Algorithm,
-    ClientT,
-    Cohort,
-    DownT,
-    Flag,
-    ServerT,
-    Steps,
-    UpT,
-    adam_ratio,
-    choice,
-    decay,
-    ema,
-    nonnegative,
-    number,
-    positive,
-    select,
-)
+from fadamgc.algorithm import Algorithm, ClientT, Cohort, DownT, Flag, ServerT, Steps, UpT
+from fadamgc.fields import choice, decay, nonnegative, positive
+from fadamgc.rules import adam_ratio, ema, number, select
 
 
 class Local(NamedTuple):
@@ -37,7 +22,7 @@ class Local(NamedTuple):
 
 @dataclass(frozen=True)
 class NaiveTracking(Algorithm[ServerT, DownT, ClientT, Local, UpT]):
-    """What the two forms share: Adam on the raw gradient, and the correction z added to its direction."""
+    """The step that both forms share: Adam on the raw gradient, plus the correction z; abstract."""
 
     eta_l: float = positive(1e-3)
     eta_g: float = positive(1.0)
@@ -50,11 +35,12 @@ class NaiveTracking(Algorithm[ServerT, DownT, ClientT, Local, UpT]):
         """The local state at step 1."""
         return Local(m=torch.zeros_like(v), v=v, v_hat=v_hat if self.v_hat == "carry" else v, z=z)
 
-    def direction(self, down: DownT, client: ClientT, local: Local, g: Tensor) -> tuple[Tensor, Local]:
+    def step(self, down: DownT, client: ClientT, local: Local, x: Tensor, g: Tensor) -> tuple[Tensor, Local]:
         m = ema(local.m, g, self.beta1)
         v = ema(local.v, g * g, self.beta2)
         v_hat = torch.maximum(local.v_hat, v)
-        return adam_ratio(m, v_hat, self.eps) + local.z, Local(m, v, v_hat, local.z)
+        x = x - self.eta_l * (adam_ratio(m, v_hat, self.eps) + local.z)
+        return x, Local(m, v, v_hat, local.z)
 
 
 class Server(NamedTuple):
@@ -131,7 +117,7 @@ class ModelOnly(NamedTuple):
 
 
 class LocalFormClient(NamedTuple):
-    z_open: Tensor  # z_i + (x_i - x) / (K eta_l) of the last round: the next z_i but for the server's part
+    z_open: Tensor  # z_i + (x_i - x) / (K eta_l) of the last round: the next z_i without the server's part
     x: Tensor  # the server's x of that round
     rate: Tensor  # 1 / (K eta_g eta_l) of that round; 0 before the first
     v: Tensor
@@ -188,7 +174,7 @@ class FANTLocal(NaiveTracking[ModelOnly, ModelOnly, LocalFormClient, DeltaOnly])
         dx = x - down.x
         z_open = local.z + dx / (K * self.eta_l)
         rate = number(x, 1.0) / (K * self.eta_g * self.eta_l)
-        return LocalFormClient(z_open, down.x.expand_as(x), rate, local.v, local.v_hat), DeltaOnly(dx)
+        return LocalFormClient(z_open, down.x, rate, local.v, local.v_hat), DeltaOnly(dx)
 
     def aggregate(self, server: ModelOnly, total: DeltaOnly, cohort: Cohort) -> ModelOnly:
         return ModelOnly(server.x + self.eta_g * (total.dx / cohort.S))

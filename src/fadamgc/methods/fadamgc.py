@@ -8,19 +8,9 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from fadamgc.algorithm import (
-    Algorithm,
-    Cohort,
-    Flag,
-    Steps,
-    adam_ratio,
-    choice,
-    decay,
-    ema,
-    nonnegative,
-    positive,
-    select,
-)
+from fadamgc.algorithm import Algorithm, Cohort, Flag, Steps
+from fadamgc.fields import choice, decay, nonnegative, positive
+from fadamgc.rules import adam_ratio, ema, select
 
 
 class Server(NamedTuple):
@@ -107,12 +97,13 @@ class FAdamGC(Algorithm[Server, Down, Client, Local, Up]):
         v_hat = client.v_hat if self.v_hat == "carry" else client.v
         return Local(m=zero, v=client.v, v_hat=v_hat, g_sum=zero)
 
-    def direction(self, down: Down, client: Client, local: Local, g: Tensor) -> tuple[Tensor, Local]:
+    def step(self, down: Down, client: Client, local: Local, x: Tensor, g: Tensor) -> tuple[Tensor, Local]:
         g_hat = g + down.y - client.y
         m = ema(local.m, g_hat, self.beta1)
         v = ema(local.v, g_hat * g_hat, self.beta2)
         v_hat = torch.maximum(local.v_hat, v)
-        return adam_ratio(m, v_hat, self.eps), Local(m, v, v_hat, local.g_sum + g)
+        x = x - self.eta_l * adam_ratio(m, v_hat, self.eps)
+        return x, Local(m, v, v_hat, local.g_sum + g)
 
     def finish(
         self, down: Down, client: Client, local: Local, x: Tensor, K: Steps, tracked: Flag

@@ -8,18 +8,10 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from fadamgc.algorithm import (
-    Cohort,
-    adam_ratio,
-    decay,
-    ema,
-    flag,
-    nonnegative,
-    number,
-    optional_nonnegative,
-    positive,
-)
+from fadamgc.algorithm import Cohort
+from fadamgc.fields import decay, flag, nonnegative, optional_nonnegative, positive
 from fadamgc.methods.local_sgd import Down, LocalSGD, Up
+from fadamgc.rules import adam_ratio, ema, number
 
 
 class Server(NamedTuple):

@@ -8,16 +8,10 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from fadamgc.algorithm import (
-    Cohort,
-    adam_ratio,
-    choice,
-    decay,
-    ema,
-    nonnegative,
-    positive,
-)
+from fadamgc.algorithm import Cohort
+from fadamgc.fields import choice, decay, nonnegative, positive
 from fadamgc.methods.local_sgd import Down, LocalSGD, Up
+from fadamgc.rules import adam_ratio, ema
 
 
 class Server(NamedTuple):

@@ -7,7 +7,8 @@ from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
-from fadamgc.algorithm import Cohort, positive
+from fadamgc.algorithm import Cohort
+from fadamgc.fields import positive
 from fadamgc.methods.local_sgd import Down, LocalSGD, Up
 
 

@@ -8,7 +8,8 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from fadamgc.algorithm import Algorithm, Cohort, Empty, Flag, Steps, positive, share
+from fadamgc.algorithm import Algorithm, Cohort, Empty, Flag, Steps
+from fadamgc.fields import positive, share
 
 
 class Server(NamedTuple):
@@ -63,8 +64,8 @@ class FedAvgM(Algorithm[Server, Down, Empty, Empty, Up]):
     def begin(self, down: Down, client: Empty, g: Tensor | None = None) -> Empty:
         return Empty()
 
-    def direction(self, down: Down, client: Empty, local: Empty, g: Tensor) -> tuple[Tensor, Empty]:
-        return self.beta * g + (1 - self.beta) * down.G, local
+    def step(self, down: Down, client: Empty, local: Empty, x: Tensor, g: Tensor) -> tuple[Tensor, Empty]:
+        return x - self.eta_l * (self.beta * g + (1 - self.beta) * down.G), local
 
     def finish(
         self, down: Down, client: Empty, local: Empty, x: Tensor, K: Steps, tracked: Flag

@@ -8,18 +8,9 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from fadamgc.algorithm import (
-    Algorithm,
-    Cohort,
-    Flag,
-    Steps,
-    adam_ratio,
-    choice,
-    decay,
-    ema,
-    nonnegative,
-    positive,
-)
+from fadamgc.algorithm import Algorithm, Cohort, Flag, Steps
+from fadamgc.fields import choice, decay, nonnegative, positive
+from fadamgc.rules import adam_ratio, ema
 
 
 class Server(NamedTuple):
@@ -90,11 +81,11 @@ class LocalAdam(Algorithm[Server, Down, Client, Local, Up]):
             return Local(m=zero, v=zero, v_hat=zero)
         return Local(m=zero, v=client.v, v_hat=client.v_hat if self.v_hat == "carry" else client.v)
 
-    def direction(self, down: Down, client: Client, local: Local, g: Tensor) -> tuple[Tensor, Local]:
+    def step(self, down: Down, client: Client, local: Local, x: Tensor, g: Tensor) -> tuple[Tensor, Local]:
         m = ema(local.m, g, self.beta1)
         v = ema(local.v, g * g, self.beta2)
         v_hat = torch.maximum(local.v_hat, v)
-        return adam_ratio(m, v_hat, self.eps), Local(m, v, v_hat)
+        return x - self.eta_l * adam_ratio(m, v_hat, self.eps), Local(m, v, v_hat)
 
     def finish(
         self, down: Down, client: Client, local: Local, x: Tensor, K: Steps, tracked: Flag

@@ -1,4 +1,4 @@
-"""What the methods with plain SGD at the clients and all cleverness at the server share."""
+"""Plain SGD at the clients, for methods that differ only at the server."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class LocalSGD(Algorithm[ServerT, Down, Empty, Empty, Up]):
     def begin(self, down: Down, client: Empty, g: Tensor | None = None) -> Empty:
         return Empty()
 
-    def direction(self, down: Down, client: Empty, local: Empty, g: Tensor) -> tuple[Tensor, Empty]:
-        return g, local
+    def step(self, down: Down, client: Empty, local: Empty, x: Tensor, g: Tensor) -> tuple[Tensor, Empty]:
+        return x - self.eta_l * g, local
 
     def finish(
         self, down: Down, client: Empty, local: Empty, x: Tensor, K: Steps, tracked: Flag

@@ -8,7 +8,9 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from fadamgc.algorithm import Algorithm, Cohort, Flag, Steps, choice, positive, select
+from fadamgc.algorithm import Algorithm, Cohort, Flag, Steps
+from fadamgc.fields import choice, positive
+from fadamgc.rules import select
 
 
 class Server(NamedTuple):
@@ -82,8 +84,8 @@ class Scaffold(Algorithm[Server, Down, Client, Local, Up]):
     def begin(self, down: Down, client: Client, g: Tensor | None = None) -> Local:
         return Local(g_x=torch.zeros_like(client.y) if g is None else g)
 
-    def direction(self, down: Down, client: Client, local: Local, g: Tensor) -> tuple[Tensor, Local]:
-        return g - client.y + down.y, local
+    def step(self, down: Down, client: Client, local: Local, x: Tensor, g: Tensor) -> tuple[Tensor, Local]:
+        return x - self.eta_l * (g - client.y + down.y), local
 
     def finish(
         self, down: Down, client: Client, local: Local, x: Tensor, K: Steps, tracked: Flag

@@ -8,7 +8,9 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from fadamgc.algorithm import Algorithm, Cohort, Flag, Steps, choice, positive, select, share
+from fadamgc.algorithm import Algorithm, Cohort, Flag, Steps
+from fadamgc.fields import choice, positive, share
+from fadamgc.rules import select
 
 
 class Server(NamedTuple):
@@ -84,9 +86,10 @@ class ScaffoldM(Algorithm[Server, Down, Client, Local, Up]):
     def begin(self, down: Down, client: Client, g: Tensor | None = None) -> Local:
         return Local(g_sum=torch.zeros_like(client.y))
 
-    def direction(self, down: Down, client: Client, local: Local, g: Tensor) -> tuple[Tensor, Local]:
+    def step(self, down: Down, client: Client, local: Local, x: Tensor, g: Tensor) -> tuple[Tensor, Local]:
         corrected = g - client.y + down.y
-        return self.beta * corrected + (1 - self.beta) * down.G, Local(local.g_sum + g)
+        x = x - self.eta_l * (self.beta * corrected + (1 - self.beta) * down.G)
+        return x, Local(local.g_sum + g)
 
     def finish(
         self, down: Down, client: Client, local: Local, x: Tensor, K: Steps, tracked: Flag

@@ -422,7 +422,7 @@ class Engine:
             sums.add(job.client, job.batches.steps, result.up, result.buffers, result.loss)
             staged[job.client] = self.clients.stage(result.state)
         self._check_left(t, jobs, dropped)
-        server = sums.aggregate(algo, self.server, problem.n)
+        server = sums.aggregate(algo, self.server, problem.n, t)
         buffers = sums.mean_buffers(self.buffers)
         self._check_server(t, server, buffers)
         evaluation: dict[str, float] = {}

@@ -148,8 +148,8 @@ class Rules:
             algo = self.algorithm
             if self.names:
                 algo = lifted(algo, dict(zip(self.names, hyper, strict=True)))
-            direction, new = algo.direction(down, client, local, g)
-            return [x - algo.eta_l * direction, *new]
+            x, new = algo.step(down, client, local, x, g)
+            return [x, *new]
 
         def in_place(*tensors: Tensor) -> list[Tensor]:
             _, _, _, x, local, _ = shape.fill(tensors)

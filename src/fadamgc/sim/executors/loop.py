@@ -61,8 +61,7 @@ def steps(job: Job) -> Iterator[tuple[tuple[Tensor, ...], Result | None]]:
                 g, loss = problem.gradient(x, buffers, problem.inputs[rows], problem.targets[rows])
             except Exception as error:
                 raise failure(job, k, len(rows), error) from error
-            direction, local = algo.direction(down, client, local, g)
-            x = x - algo.eta_l * direction
+            x, local = algo.step(down, client, local, x, g)
             loss_sum = loss_sum + loss
             yield (x, *local), None
     state, up = algo.finish(down, client, local, x, K, job.tracked)

@@ -400,8 +400,8 @@ class VectorizedExecutor:
             here = self._with(algo, hyper)
             gradient = grad_and_value(self._loss, has_aux=True)
             g, (loss, buffers) = gradient(old.x, old.buffers, given.fixed, batch)
-            direction, local = here.direction(down, client, old.local, g)
-            new = State(old.x - here.eta_l * direction, local, buffers, old.loss + loss)
+            x, local = here.step(down, client, old.local, old.x, g)
+            new = State(x, local, buffers, old.loss + loss)
             if batch.active is None:
                 return new
             both = zip(new.flat(), old.flat(), strict=True)

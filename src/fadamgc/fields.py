@@ -1,0 +1,87 @@
+"""Hyperparameters that check their values: fields for the dataclass of an algorithm.
+
+eta_l: float = positive(1e-3)
+init: str = choice("zero", "gradient")      # the first option is the default
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from types import NoneType
+from typing import Any
+
+from fadamgc.errors import InputError, real, shown
+
+LARGEST_EXACT = 2**53  # integers up to this value are exact as floats
+
+
+def check_fields(instance: Any) -> None:
+    """Check and normalise every field that has a rule; to be called in ``__post_init__``."""
+    for field in dataclasses.fields(instance):
+        rule = field.metadata.get("rule")
+        if rule is not None:
+            value = rule(f"{type(instance).__name__}.{field.name}", getattr(instance, field.name))
+            object.__setattr__(instance, field.name, value)
+
+
+def positive(default: float) -> Any:
+    """Declare a finite number > 0."""
+    return _field(default, lambda v: _is_finite(v) and v > 0, "a number > 0")
+
+
+def nonnegative(default: float) -> Any:
+    """Declare a finite number >= 0."""
+    return _field(default, lambda v: _is_finite(v) and v >= 0, "a number >= 0")
+
+
+def optional_nonnegative(default: float | None = None) -> Any:
+    """Declare a finite number >= 0, or None."""
+    return _field(default, lambda v: v is None or (_is_finite(v) and v >= 0), "None or a number >= 0")
+
+
+def decay(default: float) -> Any:
+    """Declare a decay rate, 0 <= beta < 1."""
+    return _field(default, lambda v: _is_finite(v) and 0 <= v < 1, "a number with 0 <= value < 1")
+
+
+def share(default: float) -> Any:
+    """Declare a share, 0 < beta <= 1."""
+    return _field(default, lambda v: _is_finite(v) and 0 < v <= 1, "a number with 0 < value <= 1")
+
+
+def choice(*options: str) -> Any:
+    """Declare one of several options; the first is the default."""
+    accepted = "one of " + ", ".join(map(repr, options))
+    return _field(options[0], lambda v: isinstance(v, str) and v in options, accepted, options)
+
+
+def flag(default: bool) -> Any:
+    """Declare True or False."""
+    return _field(default, lambda v: isinstance(v, bool), "True or False", (False, True))
+
+
+def options(field: dataclasses.Field[Any]) -> tuple[Any, ...]:
+    """Return the values that a ``choice`` or ``flag`` accepts; () for every other field."""
+    found: tuple[Any, ...] = field.metadata.get("options", ())
+    return found
+
+
+def _field(
+    default: object, accepts: Callable[[Any], bool], accepted: str, options: tuple[Any, ...] = ()
+) -> Any:
+    def rule(name: str, value: Any) -> Any:
+        if not accepts(value):
+            raise InputError(f"{name}={shown(value)} is not accepted; it must be {accepted}")
+        plain = isinstance(value, (int, float, str, NoneType))
+        if plain and not (isinstance(value, int) and value > LARGEST_EXACT):
+            return value
+        return float(value)  # a numpy number, or an integer that torch cannot take
+
+    return dataclasses.field(default=default, metadata={"rule": rule, "options": options})
+
+
+def _is_finite(value: object) -> bool:
+    number = real(value)
+    return number is not None and math.isfinite(number)
