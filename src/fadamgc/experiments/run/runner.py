@@ -246,10 +246,10 @@ def write_spec(spec: Spec, out: Path) -> None:
     write_atomic(out / SPEC, spec.to_toml().encode())
     labels = label_counts(spec.task, spec.run.seeds[0])
     if labels is not None:
-        from fadamgc.experiments.report.label_plot import save_label_picture
+        from fadamgc.experiments.report.label_plot import save_label_plot
 
         title = f"{labels.note} (seed {spec.run.seeds[0]})"
-        save_label_picture(labels.counts, out / PARTITION, title=title)
+        save_label_plot(labels.counts, out / PARTITION, title=title)
 
 
 def read_spec(out: Path) -> Spec:
