@@ -32,8 +32,8 @@ from torch import nn
 
 from fadamgc.errors import InputError, nearest
 from fadamgc.escape import printable
-from fadamgc.experiments.run.runner import RUNS, SPEC
-from fadamgc.experiments.run.workers import Job
+from fadamgc.experiments.folder import RUNS, SPEC
+from fadamgc.experiments.planned_run import PlannedRun
 from fadamgc.experiments.spec.sections import CustomTask, MethodSpec, RunSpec, Spec
 from fadamgc.federation.run import Record
 from fadamgc.federation.settings import Settings
@@ -233,6 +233,6 @@ def write_history(coordinator: Coordinator, folder: Path) -> None:
         ),
         methods=(method,),
     )
-    job = Job.of(spec, method, s.seed, folder / RUNS / f"{method.slug}-seed{s.seed}")
+    job = PlannedRun.of(spec, method, s.seed, folder / RUNS / f"{method.slug}-seed{s.seed}")
     write_atomic(folder / SPEC, spec.to_toml().encode())
     job.labelled(c.run()).save(job.folder, states=False)
