@@ -23,7 +23,7 @@ from typing import Any
 from fadamgc.errors import CheckpointError, InputError, UnwritableError
 from fadamgc.escape import printable
 from fadamgc.experiments.planned_run import REPORT, PlannedRun
-from fadamgc.experiments.spec.sections import STEPS, MethodSpec, Spec, validated
+from fadamgc.experiments.spec.sections import STEPS, MethodSpec, Spec
 from fadamgc.experiments.spec.toml_io import load_spec
 from fadamgc.federation.run import Run, read_run
 from fadamgc.files import LOCK, has_bundle, hold, make_folder, write_atomic
@@ -156,7 +156,7 @@ class ExperimentFolder:
             "cost": first.cost,
             "methods": tuple(method for i, method in enumerate(methods) if method not in methods[:i]),
         }
-        spec = validated(Spec, tables, f"the runs of {self.path}:")
+        spec = Spec.from_table(tables, f"the runs of {self.path}:")
         pairs = zip(planned, methods, strict=True)
         return spec, [PlannedRun.of(spec, method, one.seed, one.folder) for one, method in pairs]
 

@@ -34,7 +34,7 @@ from fadamgc.errors import InputError, nearest
 from fadamgc.escape import printable
 from fadamgc.experiments.folder import RUNS, SPEC
 from fadamgc.experiments.planned_run import PlannedRun
-from fadamgc.experiments.spec.sections import CustomTask, MethodSpec, RunSpec, Spec
+from fadamgc.experiments.spec.sections import MethodSpec, RunSpec, Spec
 from fadamgc.federation.run import Record
 from fadamgc.federation.settings import Settings
 from fadamgc.files import write_atomic
@@ -43,6 +43,7 @@ from fadamgc.flower.protocol import check_name, show_log
 from fadamgc.flower.strategy import Strategy
 from fadamgc.methods import algorithm_class, make_algorithm
 from fadamgc.task import Loss, Pair, Task
+from fadamgc.tasks.sections import CustomTask
 
 log = logging.getLogger("fadamgc")
 
