@@ -21,18 +21,21 @@ import torch
 from fadamgc import CostModel, InputError, files
 from fadamgc.data import digits
 from fadamgc.errors import FadamgcError
+from fadamgc.experiments.folder import FILES, ExperimentFolder
 from fadamgc.experiments.report.numbers import Spread, read_results, summary_frame
 from fadamgc.experiments.report.tables import DASH, results_markdown, results_table
 from fadamgc.experiments.report.write import write_report
 from fadamgc.experiments.run import workers as pool
-from fadamgc.experiments.run.runner import FILES, plan, prepare, run_spec
-from fadamgc.experiments.spec.sections import TASKS, CostSpec, MethodSpec, RunSpec, Spec, TuneSpec
+from fadamgc.experiments.run.runner import run_spec
+from fadamgc.experiments.spec.sections import EXECUTORS, CostSpec, MethodSpec, RunSpec, Spec, TuneSpec
 from fadamgc.experiments.spec.toml_io import load_spec, parse_spec, preset, presets
-from fadamgc.experiments.spec.toml_writer import toml_value
 from fadamgc.experiments.tune import Point, choose, tune, tune_jobs
 from fadamgc.models import mlp
+from fadamgc.sim import executors
 from fadamgc.tasks import build
 from fadamgc.tasks.build import build_task, label_counts
+from fadamgc.tasks.sections import TASKS
+from fadamgc.toml import toml_value
 
 TINY = """
 name = "tiny"
@@ -175,11 +178,11 @@ REFUSED = {
     "key of another task": ("hidden = [16]", "dim = 8", "[task] with data='digits' has no key 'dim'"),
     "unknown section": ("[cost]", "[costs]", "there is no key or section 'costs'; did you mean 'cost'?"),
     "unknown data": ('"digits"', '"digts"', "[task] data='digts' is not accepted; it must be one of 'digits', 'cifar10', 'cifar100', 'tiny-imagenet', 'uci_har', '20_newsgroups', 'glue/sst2', 'glue/qnli', 'glue/qqp', 'quadratics', 'linear_regression'; did you mean 'digits'?"),
-    "a file": ('"digits"', '"reviews.csv"', "'linear_regression'; for texts of your own, use fadamgc.tasks.text in Python"),
+    "a file": ('"digits"', '"reviews.csv"', "'linear_regression'; for your own texts, use fadamgc.tasks.text in Python"),
     "data that are no name": ('"digits"', '["digits"]', "[task] data=('digits',) is not accepted"),
     "no data": ('data = "digits"', "", "[task] needs the key 'data'"),
     "no rounds": ("rounds = 3", "", "[run] needs the key 'rounds'"),
-    "K = 0": ("local_steps = 4", "local_steps = 0", "[run] local_steps=0 is not accepted; it must be greater than or equal to 1"),
+    "K = 0": ("local_steps = 4", "local_steps = 0", "[run] local_steps=0 is not accepted; it must be >= 1"),
     "no K": ("local_steps = 4", "", "[run] local_steps=None and local_epochs=None: give one of the two"),
     "two K": ("local_steps = 4", "local_steps = 4\nlocal_epochs = 1", "[run] local_steps=4 and local_epochs=1: give one of the two"),
     "not a number": ("batch_size = 8", 'batch_size = "8"', '[run] batch_size="8" is not accepted; it must be a whole number'),
@@ -187,22 +190,22 @@ REFUSED = {
     "no seeds": ("seeds = [0, 1]", "seeds = []", "[run] seeds=[] is not accepted; it must not be empty"),
     "a step size twice": ("eta_l = [1e-9, 0.01]", "eta_l = [0.1, 0.1]", "[tune] eta_l=[0.1, 0.1] is not accepted; each may be given once"),
     "a seed twice": ("seeds = [0, 1]", "seeds = [1, 1]", "[run] seeds=[1, 1] is not accepted; each may be given once"),
-    "a negative seed": ("seeds = [0, 1]", "seeds = [-1]", "[run] seeds[0]=-1 is not accepted; it must be greater than or equal to 0"),
+    "a negative seed": ("seeds = [0, 1]", "seeds = [-1]", "[run] seeds[0]=-1 is not accepted; it must be >= 0"),
     "unknown executor": ('executor = "loop"', 'executor = "lop"', "did you mean 'loop'?"),
     "stop without target": ("target = 0.2", "stop_at_target = true", "[run] stop_at_target=true needs a target"),
-    "target in per cent": ("target = 0.2", "target = 20.0", "[run] target=20.0 is no share; accuracy goes from 0 to 1, 0.9 is 90 %"),
+    "target in per cent": ("target = 0.2", "target = 20.0", "[run] target=20.0 is not accepted; accuracy goes from 0 to 1, 0.9 is 90 %"),
     "weights": ("target = 0.2", 'weights = "sizes"', "[run] weights=\"sizes\" is not accepted; it must be 'uniform', 'size' or a list"),
     "too few weights": ("target = 0.2", "weights = [1, 2]", "[run] weights has 2 entries; give one number, or one for each of 6 clients"),
     "zero link": ("up_mbps = 0.05", "up_mbps = 0", "[cost] up_mbps=0 is not accepted; it must be a number >= 1e-09"),
     "per round": ("latency = 1.0", 'per_round = "median"', "[cost] per_round=\"median\" is not accepted; it must be 'mean' or 'slowest'"),
     "empty grid": ("eta_l = [1e-9, 0.01]", "eta_l = []", "[tune] eta_l=[] is not accepted; it must not be empty"),
-    "validation": ("validation = 0.25", "validation = 1.0", "[tune] validation=1.0 is not accepted; it must be less than or equal to 0.99"),
+    "validation": ("validation = 0.25", "validation = 1.0", "[tune] validation=1.0 is not accepted; it must be <= 0.99"),
     "unknown algorithm": ('"fadamgc"', '"fadamg"', "[[method]] 2: algorithm 'fadamg' is not known; did you mean 'fadamgc'?"),
     "no algorithm": ('algorithm = "fadamgc"', "", "[[method]] 2 needs the key 'algorithm'"),
     "unknown hyperparameter": ("eta_l = 0.02", "eta_1 = 0.02", "[[method]] 2: fadamgc has no key 'eta_1'; did you mean 'eta_l'?"),
     "bad hyperparameter": ("eta_l = 0.02", "eta_l = -1.0", "[[method]] 2: FAdamGC.eta_l=-1.0 is not accepted; it must be a number > 0"),
     "same label": ('"FAdamGC (all tracked)"', '"LocalAdam"', "[[method]] 1 and 2 are both called 'LocalAdam'; give one of them another label"),
-    "key of another partition": ("alpha = 1.0", 'partition = "iid"\nalpha = 1.0', "alpha=1.0 is a setting of partition='dirichlet', not of 'iid'; leave it out"),
+    "key of another partition": ("alpha = 1.0", 'partition = "iid"\nalpha = 1.0', "alpha=1.0 is a setting of partition='dirichlet', not of 'iid'; remove it"),
     "unknown partition": ("alpha = 1.0", 'partition = "diri"', "[task] with data='digits' partition=\"diri\" is not accepted"),
     "not a table": ("[cost]", "cost = 3\n[tune2]", "cost must be a table"),
     "not TOML": ("[cost]", "[cost", "not TOML"),
@@ -214,7 +217,7 @@ REFUSED = {
     "a hexadecimal of 6,000 digits": ("rounds = 3", f"rounds = 0x{'f' * 6000}", "run.rounds=<an integer of 24000 bits> is not accepted"),
     "1,000 levels": ("alpha = 1.0", f"alpha = {'[' * 1000}{']' * 1000}", "nested too deeply"),
     "2,000 tables": ("[cost]", f"[{'.'.join('a' * 2000)}]\n[cost]", "nested too deeply"),
-    "too many steps": ("local_steps = 4", "local_steps = 9007199254740993", "local_steps=9007199254740993 is not accepted; it must be less than or equal to 9007199254740992"),
+    "too many steps": ("local_steps = 4", "local_steps = 9007199254740993", "local_steps=9007199254740993 is not accepted; it must be <= 9007199254740992"),
 }  # fmt: skip
 
 
@@ -268,6 +271,10 @@ def test_a_task_that_fits_in_no_memory_is_refused(task, message):
     spec = spec_of(f'[task]\n{task}\n[run]\nrounds = 1\nlocal_steps = 1\n[[method]]\nalgorithm = "fedavg"')
     with pytest.raises(InputError, match=message):
         build_task(spec.task, seed=0)
+
+
+def test_the_executors_of_a_spec_are_those_of_the_simulator():
+    assert ("auto", *executors.EXECUTORS) == EXECUTORS
 
 
 def test_all_problems_are_named_at_once():
@@ -429,9 +436,9 @@ def test_resume_may_add_and_may_not_take_away(tmp_path):
 
 def test_other_links_or_another_target_need_no_new_run(done):
     spec = spec_of(TINY).replace("cost", latency=9.0).replace("run", target=0.3)
-    assert all(job.saved() is not None for job in plan(spec, done))
+    assert all(job.saved() is not None for job in ExperimentFolder(done).plan(spec))
     for other in (spec.replace("run", rounds=4), spec.replace("task", alpha=2.0)):
-        assert all(job.saved() is None for job in plan(other, done))
+        assert all(job.saved() is None for job in ExperimentFolder(done).plan(other))
 
 
 def test_a_folder_in_use_is_refused(done, tmp_path):
@@ -440,13 +447,13 @@ def test_a_folder_in_use_is_refused(done, tmp_path):
     (tmp_path / "thesis.tex").write_text("mine")
     for flags in ((False, False), (True, False), (False, True)):
         with pytest.raises(InputError, match="holds other files and no experiment"):
-            prepare(tmp_path, *flags)
+            ExperimentFolder(tmp_path).make_ready(*flags)
     with pytest.raises(InputError, match="is a file; give a folder"):
-        prepare(tmp_path / "thesis.tex", False, False)
+        ExperimentFolder(tmp_path / "thesis.tex").make_ready(False, False)
     with pytest.raises(InputError, match="cannot be written"):
-        prepare(tmp_path / "thesis.tex" / "below", False, False)
+        ExperimentFolder(tmp_path / "thesis.tex" / "below").make_ready(False, False)
     with pytest.raises(InputError, match="choose one"):
-        prepare(tmp_path, True, True)
+        ExperimentFolder(tmp_path).make_ready(True, True)
 
 
 def test_overwrite_removes_what_an_experiment_writes_and_nothing_else(tmp_path):
@@ -455,7 +462,7 @@ def test_overwrite_removes_what_an_experiment_writes_and_nothing_else(tmp_path):
     (out / "spec.toml").write_text("")
     (out / "report.html").write_text("")
     (out / "notes.txt").write_text("mine")
-    prepare(out, resume=False, overwrite=True)
+    ExperimentFolder(out).make_ready(resume=False, overwrite=True)
     assert [p.name for p in out.iterdir()] == ["notes.txt"]
 
 
@@ -494,16 +501,16 @@ def test_a_disk_that_fills_up_loses_no_finished_run(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "write_atomic", write)
     with pytest.raises(FadamgcError, match="No space left on device; what was finished is saved: make room"):
         run_spec(spec_of(TINY), tmp_path, workers=1, quiet=True)
-    assert sum(job.saved() is not None for job in plan(spec_of(TINY), tmp_path)) == 2
+    assert sum(job.saved() is not None for job in ExperimentFolder(tmp_path).plan(spec_of(TINY))) == 2
     room = 2  # no more than what is missing
     assert run_spec(spec_of(TINY), tmp_path, workers=1, quiet=True, resume=True) == ()
-    assert all(job.saved() for job in plan(spec_of(TINY), tmp_path))
+    assert all(job.saved() for job in ExperimentFolder(tmp_path).plan(spec_of(TINY)))
 
 
 def test_what_a_kill_left_behind_is_removed_by_the_next_start(tmp_path):
     """Killed between saving a record and removing the checkpoint, or while a figure was being written."""
     run_spec(spec_of(TINY), tmp_path, workers=1, quiet=True)
-    job = plan(spec_of(TINY), tmp_path)[0]
+    job = ExperimentFolder(tmp_path).plan(spec_of(TINY))[0]
     (job.folder / "checkpoint").mkdir()
     (job.folder / "checkpoint" / "checkpoint.json").write_text("{}")
     figure = tmp_path / f".partition.png.999999999-{files.this_machine()}-0123abcd.tmp"
@@ -520,7 +527,7 @@ def test_a_folder_in_which_a_killed_process_left_temporary_files_is_empty(tmp_pa
     for name in (".lock", ".writable", ".spec.toml.999999999-01234567-0123abcd.tmp"):
         (tmp_path / name).touch()
     run_spec(spec_of(TINY), tmp_path, workers=1, quiet=True)
-    assert all(job.saved() for job in plan(spec_of(TINY), tmp_path))
+    assert all(job.saved() for job in ExperimentFolder(tmp_path).plan(spec_of(TINY)))
 
 
 def test_where_there_is_no_terminal_lines_say_how_long_it_will_take(tmp_path, capsys):
@@ -752,8 +759,8 @@ def test_every_method_has_the_same_grid(tmp_path):
 
 def test_a_stopped_run_goes_on_where_it_was(tmp_path):
     spec = spec_of(TINY.replace("rounds = 3", "rounds = 60", 1))
-    job = plan(spec, tmp_path)[-1]
-    whole = job.simulate()
+    job = ExperimentFolder(tmp_path).plan(spec)[-1]
+    whole = pool.simulate_alone(job)
 
     def stop_after(rounds: int):
         done = 0
@@ -780,7 +787,7 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path):
 
 def test_a_checkpoint_of_other_settings_is_not_gone_on_from(tmp_path):
     spec = spec_of(TINY.replace("rounds = 3", "rounds = 30", 1))
-    job = plan(spec, tmp_path)[-1]
+    job = ExperimentFolder(tmp_path).plan(spec)[-1]
     answers = iter([False] * 26 + [True])
     with pytest.raises(pool.Stopped):
         pool.execute([job], lambda i: next(answers))

@@ -68,8 +68,8 @@ def report(
     - `fadamgc report out/compare --down-mbps 10 --up-mbps 1 --per-round slowest --out out/slow`
     - `fadamgc report out/main-cifar10-laptop out/main-cifar100-laptop --out out/both`
     """
+    from fadamgc.experiments.folder import SPEC, ExperimentFolder
     from fadamgc.experiments.report.write import write_report, write_reports
-    from fadamgc.experiments.run.runner import SPEC, read_spec
     from fadamgc.paper.study import read_study, write_study_report
 
     every: dict[Path, Path] = {}  # the folder of each experiment, and where its report is written
@@ -77,19 +77,23 @@ def report(
     for folder, place in places.items():
         read_study(folder)  # refuses one that leads elsewhere
         inside = sorted(path.parent for path in folder.glob(f"*/{SPEC}"))
-        if (folder / SPEC).is_file() or not inside:
+        if ExperimentFolder(folder).has_experiment or not inside:
             every[folder] = place
         else:
             every |= {path: place / path.name for path in inside}
     cost = None
     for folder, place in every.items():
-        spec = read_spec(folder).replace(
-            "cost",
-            down_mbps=down_mbps,
-            up_mbps=up_mbps,
-            seconds_per_step=seconds_per_step,
-            latency=latency,
-            per_round=per_round,
+        spec = (
+            ExperimentFolder(folder)
+            .read_spec()
+            .replace(
+                "cost",
+                down_mbps=down_mbps,
+                up_mbps=up_mbps,
+                seconds_per_step=seconds_per_step,
+                latency=latency,
+                per_round=per_round,
+            )
         )
         cost = spec.cost.model()
         show(write_report(folder, cost, None if out is None else place), place)
@@ -175,12 +179,12 @@ def list_() -> None:
     """Show what there is: algorithms with their settings and traffic, presets, tasks, executors."""
     from rich.table import Table
 
-    from fadamgc.experiments.spec.sections import RUNNABLE, DigitsTask
+    from fadamgc.experiments.spec.sections import EXECUTORS
     from fadamgc.experiments.spec.toml_io import preset, presets
     from fadamgc.federation.cost import traffic
     from fadamgc.methods import algorithm_class, algorithms
     from fadamgc.paper.study import studies
-    from fadamgc.sim.executors import EXECUTORS
+    from fadamgc.tasks.sections import RUNNABLE, LabelledTask
 
     console = terminal()
     table = Table(
@@ -203,8 +207,8 @@ def list_() -> None:
     for title, names in (
         ("to reproduce", studies()),
         ("tasks", RUNNABLE),
-        ("partitions", DigitsTask.PARTITION),
-        ("executors", ("auto", *EXECUTORS)),
+        ("partitions", LabelledTask.PARTITIONS),
+        ("executors", EXECUTORS),
     ):
         console.print(f"{title}: {', '.join(names)}", highlight=False)
 
@@ -241,8 +245,8 @@ def partition(
     import numpy as np
 
     from fadamgc.experiments.report.label_plot import save_label_plot
-    from fadamgc.experiments.spec.toml_io import task_spec
     from fadamgc.tasks.build import label_counts
+    from fadamgc.tasks.sections import task_spec
 
     use_data(data_root)
     task = task_spec(

@@ -32,9 +32,9 @@ from torch import nn
 
 from fadamgc.errors import InputError, nearest
 from fadamgc.escape import printable
-from fadamgc.experiments.run.runner import RUNS, SPEC
-from fadamgc.experiments.run.workers import Job
-from fadamgc.experiments.spec.sections import CustomTask, MethodSpec, RunSpec, Spec
+from fadamgc.experiments.folder import RUNS, SPEC
+from fadamgc.experiments.planned_run import PlannedRun
+from fadamgc.experiments.spec.sections import MethodSpec, RunSpec, Spec
 from fadamgc.federation.run import Record
 from fadamgc.federation.settings import Settings
 from fadamgc.files import write_atomic
@@ -43,6 +43,7 @@ from fadamgc.flower.protocol import check_name, show_log
 from fadamgc.flower.strategy import Strategy
 from fadamgc.methods import algorithm_class, make_algorithm
 from fadamgc.task import Loss, Pair, Task
+from fadamgc.tasks.sections import CustomTask
 
 log = logging.getLogger("fadamgc")
 
@@ -233,6 +234,6 @@ def write_history(coordinator: Coordinator, folder: Path) -> None:
         ),
         methods=(method,),
     )
-    job = Job.of(spec, method, s.seed, folder / RUNS / f"{method.slug}-seed{s.seed}")
+    job = PlannedRun.of(spec, method, s.seed, folder / RUNS / f"{method.slug}-seed{s.seed}")
     write_atomic(folder / SPEC, spec.to_toml().encode())
     job.labelled(c.run()).save(job.folder, states=False)

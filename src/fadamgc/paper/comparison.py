@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fadamgc.escape import markdown as escaped
+from fadamgc.experiments.folder import ExperimentFolder
 from fadamgc.experiments.report.numbers import (
     TO_TARGET,
     ReportedExperiment,
@@ -32,7 +33,6 @@ from fadamgc.experiments.report.tables import (
     summary_markdown,
     to_target,
 )
-from fadamgc.experiments.run.runner import SPEC
 from fadamgc.files import write_atomic
 from fadamgc.paper import theory
 from fadamgc.paper.published import BETA2, MAIN, PaperRow
@@ -262,7 +262,7 @@ the target with at least two seeds more than the other.
 
 def page(root: Path, to: Path) -> str:
     """Render the page, with links relative to the file that it will be written to."""
-    folders = [path for path in root.iterdir() if (path / SPEC).is_file() or (path / STUDY).is_file()]
+    folders = [path for path in root.iterdir() if ExperimentFolder(path).has_spec or (path / STUDY).is_file()]
 
     def place(folder: Path) -> tuple[int, str]:
         return (ORDER.index(folder.name) if folder.name in ORDER else len(ORDER), folder.name)

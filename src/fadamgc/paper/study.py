@@ -33,6 +33,7 @@ from pydantic import (
 )
 
 from fadamgc.errors import InputError, nearest
+from fadamgc.experiments.folder import SPEC, ExperimentFolder
 from fadamgc.experiments.report.numbers import MEASURES, TO_TARGET, ReportedExperiment
 from fadamgc.experiments.report.write import (
     check_inside,
@@ -42,7 +43,6 @@ from fadamgc.experiments.report.write import (
     write_files,
     write_summary,
 )
-from fadamgc.experiments.run.runner import SPEC
 from fadamgc.experiments.spec.sections import STEPS, Spec, folder_name
 from fadamgc.experiments.spec.toml_io import preset, presets, spec_of
 from fadamgc.federation.cost import CostModel
@@ -261,7 +261,7 @@ def read_members(folder: Path, study: SavedStudy, cost: CostModel | None = None)
             name=member.name, value=member.value, group=member.group, axis=member.axis
         )
         for member in study.members
-        if (folder / member.folder / SPEC).is_file()
+        if ExperimentFolder(folder / member.folder).has_spec
     ]
 
 
@@ -285,7 +285,7 @@ def keep(folder: str | Path, to: str | Path) -> int:
     """
     folder, to = Path(folder), Path(to)
     study = read_study(folder)
-    if study is None and not (folder / SPEC).is_file():
+    if study is None and not ExperimentFolder(folder).has_experiment:
         raise InputError(
             f"folder={str(folder)!r} holds no {SPEC} and no {STUDY}; run an experiment there first"
         )

@@ -28,11 +28,12 @@ from fadamgc.escape import csv_bytes, printable
 from fadamgc.experiments.report.numbers import ReportedExperiment, Spread, mean_of
 from fadamgc.experiments.report.plots import colour, image_files, tidy
 from fadamgc.experiments.report.tables import DIVERGED, Cell, Table
-from fadamgc.experiments.spec.sections import LinearRegressionTask, MethodSpec, QuadraticsTask, Spec
+from fadamgc.experiments.spec.sections import MethodSpec, Spec
 from fadamgc.federation.run import Run
 from fadamgc.methods.fa_nt import FANT
 from fadamgc.methods.fadamgc import FAdamGC
 from fadamgc.tasks.build import build_task, synthetic
+from fadamgc.tasks.sections import LinearRegressionTask, QuadraticsTask
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -21,6 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from fadamgc.errors import InputError
+from fadamgc.experiments.report.plots import side_legend
 from fadamgc.files import write_atomic
 
 MOST_BARS = 60  # clients; above, a heatmap
@@ -114,9 +115,7 @@ def _draw_bars(
 
     if classes <= MOST_IN_LEGEND:
         patches = [Patch(color=colour) for colour in colours[::-1]]
-        place = "outside right center"
-        for text in figure.legend(patches, names[::-1], title="class", loc=place, frameon=False).get_texts():
-            text.set_parse_math(False)
+        side_legend(figure, patches, names[::-1], "class")
     else:
         scale = ScalarMappable(BoundaryNorm(np.arange(classes + 1) - 0.5, classes), ListedColormap(colours))
         bar = figure.colorbar(scale, ax=[top, bottom], label="class", spacing="proportional")

@@ -22,9 +22,9 @@ from fadamgc.escape import printable
 from fadamgc.experiments.report.numbers import ReportedExperiment, Results
 from fadamgc.experiments.report.plots import colour
 from fadamgc.experiments.report.tables import extent, legend, pricing, results_table
-from fadamgc.experiments.spec.sections import CustomTask
 from fadamgc.federation.cost import PerClient
 from fadamgc.federation.run import Run
+from fadamgc.tasks.sections import CustomTask
 
 AXES = {
     "round": "Over rounds",

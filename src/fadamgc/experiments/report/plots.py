@@ -21,6 +21,7 @@ from fadamgc.experiments.report.numbers import (
 
 if TYPE_CHECKING:
     import pandas as pd
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -66,11 +67,18 @@ def tidy(panel: Axes) -> None:
     panel.spines[["top", "right"]].set_visible(False)
 
 
-def _add_texts(figure: Figure, title: str) -> None:
-    """Add the title, and the legend of the first panel to the right of all panels."""
-    handles = figure.axes[0].get_legend_handles_labels()
-    for text in figure.legend(*handles, loc="outside right center", frameon=False).get_texts():
+def side_legend(
+    figure: Figure, handles: Sequence[Artist], labels: Sequence[str], title: str | None = None
+) -> None:
+    """Add a legend to the right of all panels."""
+    legend = figure.legend(handles, labels, title=title, loc="outside right center", frameon=False)
+    for text in legend.get_texts():
         text.set_parse_math(False)
+
+
+def _add_texts(figure: Figure, title: str) -> None:
+    """Add the title, and the legend of the first panel."""
+    side_legend(figure, *figure.axes[0].get_legend_handles_labels())
     figure.suptitle(printable(title), fontsize=12, parse_math=False)
 
 

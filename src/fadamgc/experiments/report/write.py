@@ -8,6 +8,8 @@ from pathlib import Path
 
 from fadamgc import escape
 from fadamgc.errors import InputError
+from fadamgc.experiments.folder import PARTITION, RUNS, SPEC
+from fadamgc.experiments.planned_run import DIVERGED_RECORD, RECORDS
 from fadamgc.experiments.report.numbers import (
     TO_TARGET,
     ReportedExperiment,
@@ -21,8 +23,6 @@ from fadamgc.experiments.report.numbers import (
 from fadamgc.experiments.report.page import page
 from fadamgc.experiments.report.plots import curves_figure, image_files, summary_figure
 from fadamgc.experiments.report.tables import results_markdown, summary_latex, summary_markdown
-from fadamgc.experiments.run.runner import PARTITION, RUNS, SPEC
-from fadamgc.experiments.run.workers import DIVERGED_RECORD, RECORDS
 from fadamgc.federation.cost import CostModel
 from fadamgc.files import write_atomic
 
