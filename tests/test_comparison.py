@@ -1,4 +1,4 @@
-"""What the paper says beside what was found: the theorems' bounds, and the page of all results."""
+"""The paper's numbers next to ours: the bounds of the theorems, and the page of all results."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def root(tmp_path_factory):
     return root
 
 
-def test_the_page_has_the_papers_row_beside_ours(root, tmp_path):
+def test_the_page_has_the_papers_row_next_to_ours(root, tmp_path):
     (root / "main-cifar10" / "notes.md").write_text("Because these are digits.")
     comparison.main([str(root), str(tmp_path / "page.md")])
     text = (tmp_path / "page.md").read_text()
@@ -230,7 +230,7 @@ def test_links_on_the_page_lead_somewhere(root, tmp_path):
     assert all((tmp_path / link).exists() for link in links)
 
 
-def test_bounds_are_written_beside_what_was_measured(root):
+def test_bounds_are_written_next_to_measurements(root):
     experiments = read_members(root / "theory", read_study(root / "theory"))
     lines = theory.bounds(experiments)
     assert [(b.experiment, b.method, b.n) for b in lines] == [

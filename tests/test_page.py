@@ -153,7 +153,7 @@ def test_a_slider_prices_as_the_cost_model_does(view, folder, slowest):
     wanted = expected(folder / "one", **cost, per_round="slowest" if slowest else "mean")
     assert minutes(page) == wanted != expected(folder / "one")
     said = page.locator("[data-pricing]").inner_text()
-    assert "0.0316 Mbps down and 0.01 Mbps up, 0.1 s a local step, 1.78 s latency" in said
+    assert "0.0316 Mbps down and 0.01 Mbps up, 0.1 s per local step, 1.78 s latency" in said
     assert ("slowest" in said) == slowest
     best = page.eval_on_selector_all("td[data-minutes].best", "cells => cells.map(c => c.textContent)")
     results = read_results(folder / "one", CostModel(**cost, per_round="slowest" if slowest else "mean"))

@@ -499,7 +499,7 @@ def test_a_report_elsewhere_leaves_the_folder_as_it_is(copy, tmp_path):
     assert contents(copy) == before
     names = {path.name for path in copy.iterdir() if path.suffix in (".csv", ".md", ".tex", ".html", ".svg")}
     assert {path.name for path in out.iterdir()} >= names
-    assert "100 s a local step" in (out / "results.md").read_text()
+    assert "100 s per local step" in (out / "results.md").read_text()
     assert str(out / "report.html") in shown.stdout.replace("\n", "")
     both = fadamgc("report", copy, copy.parent / "copy" / ".." / "copy", "--out", tmp_path / "both")
     assert both.exit_code == 0
@@ -706,7 +706,7 @@ def test_a_report_needs_no_class_of_an_algorithm(copy):
 
 def test_the_page_of_a_program_does_not_say_that_run_repeats_it(copy):
     write_report(copy)
-    sentence = "<code>fadamgc run spec.toml</code> makes the same runs again"
+    sentence = "<code>fadamgc run spec.toml</code> repeats the runs"
     assert sentence in (copy / "report.html").read_text()
     write_report(program(copy))
     html = (copy / "report.html").read_text()

@@ -92,8 +92,8 @@ def agreement(paper: Mapping[str, float], rows: Sequence[Row], measure: str) -> 
 def _sentence(agreed: Agreement, measure: str) -> str:
     text = (
         f"- **{measure.capitalize()}**: of {sum(map(len, agreed))} pairs of methods {len(agreed.same)} are "
-        f"in the paper's order, {len(agreed.opposite)} in the opposite one, {len(agreed.open)} cannot be "
-        "told apart here."
+        f"in the paper's order, {len(agreed.opposite)} in the opposite order, and {len(agreed.open)} "
+        "cannot be told apart here."
     )
     if agreed.opposite:
         text += " Opposite: " + "; ".join(f"{a} ahead of {b}" for a, b in agreed.opposite) + "."
@@ -114,7 +114,7 @@ def _next_to_paper(results: Results, published: PaperRow, key: Callable[[Row], s
         lines.append([f"{measure} to {results.target}, here", *ours])
         means = {label: mean for label, (mean, _) in paper.items()}
         sentences.append(_sentence(agreement(means, rows, measure), measure))
-    lines.append(["accuracy at the end, here", *(final_cell(row, row.final, ".1%").text for row in rows)])
+    lines.append(["final accuracy, here", *(final_cell(row, row.final, ".1%").text for row in rows)])
     algorithms = [row.method.make() for row in rows]
     steps = [f"{algorithm.eta_l:g}, {getattr(algorithm, 'eta_g', 1):g}" for algorithm in algorithms]
     lines.append(["eta_l, eta_g, here", *steps])
@@ -167,6 +167,7 @@ def _heterogeneity(experiments: Sequence[ReportedExperiment]) -> list[Claim]:
     gaps = [_ratio(experiment, "local_adam", "fadamgc") for experiment in (most, least)]
     known = not any(map(math.isnan, gaps))
     text = f"LocalAdam's rounds over FAdamGC's: {gaps[0]:.2f} at {most.name}, {gaps[1]:.2f} at {least.name}"
+    copes = "FAdamGC copes better with such clients than FA-NT"
     largest = "The gap to LocalAdam in rounds is largest where clients differ most"
     minutes = "In minutes, FAdamGC is ahead of LocalAdam where clients differ most"
     place = f"{most.name}: "
@@ -174,7 +175,7 @@ def _heterogeneity(experiments: Sequence[ReportedExperiment]) -> list[Claim]:
         Claim(largest, known and gaps[0] > gaps[1], text),
         Claim("and negligible where they are alike (within 10 %)", known and abs(gaps[1] - 1) <= 0.1, text),
         _ahead(minutes, most, "fadamgc", "local_adam", "minutes", place),
-        _ahead("FAdamGC copes better than FA-NT", most, "fadamgc", "fa_nt", "rounds", place),
+        _ahead(copes, most, "fadamgc", "fa_nt", "rounds", place),
     ]
 
 
@@ -247,16 +248,17 @@ CLAIMS: dict[str, Callable[[Sequence[ReportedExperiment]], list[Claim]]] = {
 
 INTRODUCTION = """# Results
 
-Everything on this page is made from the records under `results/` by
+The command
 
     python -m fadamgc.paper.comparison results docs/results.md
 
-but for the paragraphs called *Why*, which are written by hand (`notes.md` beside the records). A section's
-name is that of the study: `fadamgc reproduce NAME --scale laptop` runs it. The laptop scale has the paper's
-data, clients, participation and methods, but a smaller network, fewer local steps and a lower target, and
-step sizes tuned on one grid for all methods. So orders are to be compared with the paper's, numbers are
-not. An order is called clear if the means are more than two standard errors apart, or if one method reaches
-the target with at least two seeds more than the other.
+makes this page from the records under `results/`, except for the paragraphs called *Why*, which are written
+by hand (`notes.md` next to the records). The name of a section is the name of a study: `fadamgc reproduce
+NAME --scale laptop` runs it. The laptop scale has the paper's data, clients, participation and methods, but a
+smaller network, fewer local steps, a lower target, and step sizes tuned on one grid for all methods. So
+compare the order of the methods with the paper's, not the numbers. An order is called clear if the means are
+more than two standard errors apart, or if one method reaches the target with at least two more seeds than the
+other.
 """
 
 
@@ -314,10 +316,10 @@ def _setting(results: Results) -> str:
     run, task = results.spec.run, results.spec.task
     sampled = run.sampled or task.clients
     local = f"K = {run.local_steps}" if run.local_steps else f"{run.local_epochs} local epochs"
-    batch = f"batches of {run.batch_size}" if run.batch_size else "whole batches"
+    batch = f"batches of {run.batch_size}" if run.batch_size else "full batches"
     model = getattr(task, "model", "linear model")
     shrink = getattr(task, "shrink", 1)
-    shrunk = f" on pictures shrunk {shrink} times" if shrink > 1 else ""
+    shrunk = f" on images shrunk {shrink} times" if shrink > 1 else ""
     return f"Model {model}{shrunk}, n = {task.clients}, S = {sampled}, {local}, {batch}."
 
 

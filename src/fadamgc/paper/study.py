@@ -21,16 +21,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias, get_args
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    StrictFloat,
-    StrictInt,
-    StrictStr,
-    ValidationError,
-)
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from fadamgc.errors import InputError, nearest
 from fadamgc.experiments.folder import SPEC, ExperimentFolder
@@ -200,22 +191,22 @@ KEPT = (
 class SavedMember(BaseModel):
     """An experiment of a study in a folder."""
 
-    model_config = ConfigDict(extra="forbid")
-    name: StrictStr
-    folder: Annotated[StrictStr, AfterValidator(folder_name)]
-    value: StrictInt | StrictFloat | None
-    group: StrictStr | None
-    axis: StrictStr | None
+    model_config = ConfigDict(extra="forbid", strict=True)
+    name: str
+    folder: Annotated[str, AfterValidator(folder_name)]
+    value: int | float | None
+    group: str | None
+    axis: str | None
 
 
 class SavedStudy(BaseModel):
     """A study in a folder."""
 
-    model_config = ConfigDict(extra="forbid")
-    name: StrictStr
-    title: StrictStr
-    scale: StrictStr
-    axis: StrictStr | None
+    model_config = ConfigDict(extra="forbid", strict=True)
+    name: str
+    title: str
+    scale: str
+    axis: str | None
     measures: list[Literal["rounds", "minutes", "final", "average"]]
     members: list[SavedMember] = Field(alias="cells")
 

@@ -1,4 +1,4 @@
-"""What the theorems promise, beside what was measured, on problems whose constants are known.
+"""The bounds of the theorems next to measurements, on problems whose constants are known.
 
 For beta_2 > 0 and eps > 0 the appendix bounds the mean of E|grad f(x^t)|^2 over T rounds by
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class Constants(NamedTuple):
-    """What the assumptions name. Those that hold for all x are taken at the first x and at the optimum."""
+    """The constants of the assumptions; those for all x are taken at the first x and the optimum."""
 
     L: float  # smoothness of every f_i
     F: float  # f(x^1) - f*
@@ -50,7 +50,7 @@ class Constants(NamedTuple):
 
 
 class Bound(NamedTuple):
-    """A theorem beside a measurement."""
+    """The bound of a theorem next to a measurement."""
 
     experiment: str
     group: str | None
@@ -58,23 +58,25 @@ class Bound(NamedTuple):
     n: int
     K: int
     T: int
-    norm: str  # what is bounded: the mean over the rounds of "|grad f|^2" or "|grad f|"
+    norm: str  # the bound is on the mean over the rounds of "|grad f|^2" or "|grad f|"
     measured: float  # NaN if every run diverged
     leading: float  # the term with 1/sqrt(n K T)
-    rest: float  # all others
+    rest: float  # all other terms
 
 
 def constants(spec: Spec, seed: int) -> Constants:
-    """The constants of the problem that a seed's run solves."""
+    """Return the constants of the problem that the run of a seed solves."""
     assert isinstance(spec.task, LinearRegressionTask | QuadraticsTask)
     return _constants(spec.task, spec.run.batch_size, seed)
 
 
 @functools.lru_cache(maxsize=1024)
-def _constants(of: LinearRegressionTask | QuadraticsTask, batch_size: int | None, seed: int) -> Constants:
-    problem = synthetic(of, seed)
-    task = build_task(of, seed)
-    start = torch.cat([p.detach().flatten() for p in task.model.parameters()]).double()
+def _constants(
+    task_spec: LinearRegressionTask | QuadraticsTask, batch_size: int | None, seed: int
+) -> Constants:
+    problem = synthetic(task_spec, seed)
+    model = build_task(task_spec, seed).model
+    start = torch.cat([p.detach().flatten() for p in model.parameters()]).double()
     clients = [(X.numpy(), Y.numpy()[:, 0]) for X, Y in problem.clients]
     optimum = problem.optimum.numpy()
 
@@ -83,23 +85,23 @@ def _constants(of: LinearRegressionTask | QuadraticsTask, batch_size: int | None
 
     sigma, G, B = 0.0, 0.0, 0.0
     for w in (start.numpy(), optimum):
-        each = [X * (X @ w - Y)[:, None] for X, Y in clients]  # gradients of single samples
-        means = [g.mean(axis=0) for g in each]
-        whole = np.mean(means, axis=0)
-        for g, mean in zip(each, means, strict=True):
+        gradients = [X * (X @ w - Y)[:, None] for X, Y in clients]  # of single samples
+        means = [g.mean(axis=0) for g in gradients]
+        grad_f = np.mean(means, axis=0)
+        for g, mean in zip(gradients, means, strict=True):
             m = len(g)
             batch = min(batch_size or m, m)
-            left = (m - batch) / (m - 1) if m > 1 else 0.0  # a batch is drawn without replacement
-            variance = float(np.mean(((g - mean) ** 2).sum(axis=1))) * left / batch
+            correction = (m - batch) / (m - 1) if m > 1 else 0.0  # batches are drawn without replacement
+            variance = float(np.mean(((g - mean) ** 2).sum(axis=1))) * correction / batch
             sigma = max(sigma, math.sqrt(variance))
             G = max(G, float(np.linalg.norm(g, axis=1).max()))
-            B = max(B, float(np.linalg.norm(mean - whole)))
+            B = max(B, float(np.linalg.norm(mean - grad_f)))
     L = max(float(np.linalg.eigvalsh(X.T @ X / len(X))[-1]) for X, _ in clients)
     return Constants(L, f(start.numpy()) - f(optimum), sigma, G, B)
 
 
 def bound(c: Constants, method: MethodSpec, n: int, K: int, T: int) -> tuple[str, float, float] | None:
-    """What is bounded, the leading term, and the others; None where no theorem applies."""
+    """Return the bounded norm, the leading term and the sum of the others; None where no theorem applies."""
     algo = method.make()
     if not isinstance(algo, FAdamGC | FANT):
         return None
@@ -228,6 +230,6 @@ def bounds_files(experiments: Sequence[ReportedExperiment]) -> dict[str, bytes]:
 
     return {
         "bounds.csv": csv_bytes(pd.DataFrame(lines)),
-        "bounds.md": f"# The theorems beside what was measured\n\n{bounds_markdown(lines)}".encode(),
+        "bounds.md": f"# Bounds of the theorems and measurements\n\n{bounds_markdown(lines)}".encode(),
         **image_files("bounds", bounds_figure(lines)),
     }

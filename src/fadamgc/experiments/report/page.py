@@ -105,8 +105,8 @@ def _context(experiment: ReportedExperiment) -> dict[str, Any]:
 def _subtitle(results: Results) -> str:
     run, n = results.spec.run, results.spec.task.clients
     work = f"{run.local_steps} local steps" if run.local_steps else f"{run.local_epochs} local epochs"
-    batch = f"batch {run.batch_size}" if run.batch_size else "whole data in every step"
-    return f"{extent(results)}; {run.sampled or n} of {n} clients a round, {work}, {batch}"
+    batch = f"batch {run.batch_size}" if run.batch_size else "all data in every step"
+    return f"{extent(results)}; {run.sampled or n} of {n} clients per round, {work}, {batch}"
 
 
 # The data that the script draws.

@@ -151,7 +151,7 @@ def results_table(results: Results) -> Table:
             ]
         )
     target, metric = results.target, printable(results.spec.task.metric)
-    header = ["Method", f"Rounds to {target}", f"Minutes to {target}", f"Final {metric}", "MB a round"]
+    header = ["Method", f"Rounds to {target}", f"Minutes to {target}", f"Final {metric}", "MB per round"]
     return Table(header, lines, "lrrrr")
 
 
@@ -219,7 +219,7 @@ def legend(results: Results) -> str:
     return (
         "Mean ± sample standard deviation over seeds; rounds and minutes over the seeds that reached the "
         f"target. Minutes are simulated: {pricing(results)}. "
-        f"MB a round: down and up, all clients together.{_diverged_note(results.rows)}"
+        f"MB per round: down and up, all clients together.{_diverged_note(results.rows)}"
     )
 
 
@@ -233,10 +233,10 @@ def pricing(results: Results) -> str:
     """Say how rounds are priced; web/page.js has the same sentence."""
     cost = results.cost
     links = f"links of {_range(cost.down_mbps)} Mbps down and {_range(cost.up_mbps)} Mbps up"
-    steps = f"{_range(cost.seconds_per_step)} s a local step"
+    steps = f"{_range(cost.seconds_per_step)} s per local step"
     latency = f", {_range(cost.latency)} s latency" if cost.latency else ""
-    client = "the mean over its clients" if cost.per_round == "mean" else "its slowest client"
-    return f"{links}, {steps}{latency}, a round takes {client}"
+    client = "the mean of its clients" if cost.per_round == "mean" else "its slowest client"
+    return f"{links}, {steps}{latency}; a round takes as long as {client}"
 
 
 def _range(value: float | tuple[float, ...]) -> str:
@@ -292,7 +292,7 @@ def summary_markdown(experiments: Sequence[ReportedExperiment], measures: Sequen
     did = "reached the target" if set(measures) <= set(TO_TARGET) else "finished"
     note = (
         f"Mean ± sample standard deviation over the seeds that {did}; (k/n): k of n seeds did. "
-        "Bold: the best of those that always did."
+        "Bold: the best of the methods that did with every seed."
         + _diverged_note(row for experiment in experiments for row in experiment.results.rows)
     )
     return "\n".join([*tables, f"{note}\n"])

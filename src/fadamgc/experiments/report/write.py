@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import gzip
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fadamgc import escape
 from fadamgc.errors import InputError
-from fadamgc.experiments.folder import PARTITION, RUNS, SPEC
+from fadamgc.experiments.folder import PARTITION, RUNS, SPEC, TUNED_SPEC, TUNING_TABLE
 from fadamgc.experiments.planned_run import DIVERGED_RECORD, RECORDS
 from fadamgc.experiments.report.numbers import (
     TO_TARGET,
@@ -28,7 +28,8 @@ from fadamgc.files import write_atomic
 
 # The files of an experiment that ``keep`` copies: records, tables and a few figures; no weights, no page.
 KEPT = (
-    *(SPEC, PARTITION, "tuning.csv", "tuned.toml", "results.csv", "results.md", "results.tex", "curves.png"),
+    *(SPEC, PARTITION, TUNING_TABLE, TUNED_SPEC),
+    *("results.csv", "results.md", "results.tex", "curves.png"),
 )
 
 
@@ -112,10 +113,10 @@ def write_files(
     return [folder / name for name in files]
 
 
-def kept_files(folder: Path, names: Iterable[str] = KEPT) -> list[Path]:
+def kept_files(folder: Path) -> list[Path]:
     """List the files of an experiment from which its report can be made again."""
     runs = sorted(folder.glob(f"{RUNS}/*"))
-    paths = [folder / name for name in names]
+    paths = [folder / name for name in KEPT]
     paths += [run / name for run in runs for name in (*RECORDS, DIVERGED_RECORD)]
     return [path for path in paths if path.is_file()]
 
