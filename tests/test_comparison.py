@@ -216,7 +216,7 @@ def test_the_page_has_the_papers_row_next_to_ours(root, tmp_path):
     ours = next(line for line in text.splitlines() if line.startswith("| rounds to 30 %, here"))
     found = [run.rounds_to(0.3) for run in results.runs["FedAvg-M"]]
     assert ours.split(" | ")[1].startswith(f"{sum(found) / 2:.1f} ±" if all(found) else "never")
-    counts = re.search(r"\*\*Rounds\*\*: of 21 pairs of methods (\d+) .*?, (\d+) .*?, (\d+) ", text)
+    counts = re.search(r"\*\*Rounds\*\*: of 21 pairs of methods (\d+) .*?, (\d+) .*?, and (\d+) ", text)
     assert sum(map(int, counts.groups())) == 21
     assert "**Why.** Because these are digits." in text
     assert text.index("## main-cifar10") < text.index("## theory")

@@ -109,7 +109,7 @@ class ExperimentFolder:
         if not any(runs.values()):
             reasons = [reason for all_of in (*damaged.values(), *diverged.values()) for reason in all_of]
             why = "".join(f"\n{reason}" for reason in reasons) if reasons else "; run it first"
-            raise InputError(f"folder={str(self.path)!r} holds no finished run of its spec{why}")
+            raise InputError(f"folder={str(self.path)!r} has no finished run of its spec{why}")
         return SavedExperiment(spec, runs, diverged, damaged)
 
     def _saved_folders(self) -> list[Path]:
@@ -120,7 +120,7 @@ class ExperimentFolder:
         folders = self._saved_folders()
         if not folders:
             raise InputError(
-                f"folder={str(self.path)!r} holds no {SPEC}; give a folder that `fadamgc compare` or `run` "
+                f"folder={str(self.path)!r} has no {SPEC}; give a folder that `fadamgc compare` or `run` "
                 "has written"
             )
         saved = [read_run(path) for path in folders]
@@ -130,7 +130,7 @@ class ExperimentFolder:
             for key, value, expected in _settings_of(other, first):
                 if value != expected:
                     raise InputError(
-                        f"folder={str(self.path)!r} holds no {SPEC}, and its runs have different settings: "
+                        f"folder={str(self.path)!r} has no {SPEC}, and its runs have different settings: "
                         f"{key}={expected!r} in {first.folder.name}, {value!r} in {other.folder.name}; "
                         "give a folder for each"
                     )
@@ -186,7 +186,7 @@ class ExperimentFolder:
             occupied = any(not _is_leftover(path.name) for path in out.iterdir())
             if occupied and not (out / SPEC).exists():
                 raise InputError(
-                    f"out={str(out)!r} holds other files and no experiment; give a new or empty folder"
+                    f"out={str(out)!r} has other files and no experiment; give a new or empty folder"
                 )
             if occupied and overwrite:
                 for name in FILES:
@@ -195,7 +195,7 @@ class ExperimentFolder:
                     shutil.rmtree(out / name, ignore_errors=True)
             elif occupied and not resume:
                 raise InputError(
-                    f"out={str(out)!r} already holds an experiment; --resume goes on with it, "
+                    f"out={str(out)!r} already has an experiment; --resume continues it, "
                     "--overwrite replaces it, --out names another folder"
                 )
             make_folder(out)
@@ -242,7 +242,7 @@ class ExperimentFolder:
     def _check_equal(self, setting: str, before: object, now: object) -> None:
         if before != now:
             raise InputError(
-                f"out={str(self.path)!r} holds an experiment with other settings: {setting}={before!r} "
+                f"out={str(self.path)!r} has an experiment with other settings: {setting}={before!r} "
                 f"there, {now!r} here; --overwrite replaces it, --out names another folder"
             )
 

@@ -42,8 +42,8 @@ class LabelledTask(Section):
             return table
         defaults = cls.PARTITIONS[kind]
         for other, settings in cls.PARTITIONS.items():
-            for key in settings.keys() - defaults.keys():
-                if table.get(key) is not None:
+            for key in settings:
+                if key not in defaults and table.get(key) is not None:
                     raise ValueError(
                         f"{key}={shown(table[key])} is a setting of partition='{other}', not of '{kind}'; "
                         "remove it"
