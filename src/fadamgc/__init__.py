@@ -23,6 +23,7 @@ from fadamgc.errors import (
 )
 from fadamgc.federation.cost import CostModel
 from fadamgc.federation.run import Record, Run
+from fadamgc.federation.settings import Settings
 from fadamgc.methods import (
     FANT,
     FAdamGC,
@@ -40,8 +41,9 @@ from fadamgc.methods import (
 )
 from fadamgc.optim import ClientOptimizer
 from fadamgc.sim.checkpoint import load_run
-from fadamgc.sim.engine import RoundEnd, simulate
+from fadamgc.sim.engine import RoundEnd
 from fadamgc.sim.many import simulate_many
+from fadamgc.sim.simulate import simulate
 from fadamgc.task import Task
 
 __version__ = "0.1.0"
@@ -70,6 +72,7 @@ __all__ = [
     "Run",
     "Scaffold",
     "ScaffoldM",
+    "Settings",
     "Task",
     "add",
     "algorithms",

@@ -23,7 +23,7 @@ from filelock import BaseFileLock
 
 from fadamgc.algorithm import AnyAlgorithm
 from fadamgc.errors import CheckpointError, CheckpointInUseError, OtherRunError, shown, whole
-from fadamgc.federation.client_states import ClientStates, FileStates, Slots
+from fadamgc.federation.client_states import ClientStates
 from fadamgc.federation.run import (
     NAME as RUN,
 )
@@ -55,6 +55,7 @@ from fadamgc.files import (
     unwritable,
     write_bundle,
 )
+from fadamgc.sim.file_states import FileStates, Slots
 from fadamgc.task import Task
 
 NAME = "checkpoint"
