@@ -14,8 +14,9 @@ from torch import nn
 
 from fadamgc.errors import FadamgcError, InputError
 from fadamgc.flower.client_round import Party, answer
-from fadamgc.flower.client_store import Keeper
-from fadamgc.flower.protocol import RefusedError, show_log
+from fadamgc.flower.client_store import ClientStore
+from fadamgc.flower.logs import log_to_stdout
+from fadamgc.flower.protocol import RefusedError
 from fadamgc.flower.wire import Hello, hello_content, read_request, refusal_content, reply_content
 from fadamgc.task import Loss, Pair
 
@@ -42,7 +43,7 @@ def client_app(load: Callable[[Context], Local | tuple[nn.Module, Loss, Pair]]) 
     app = ClientApp()
 
     def party(context: Context) -> Party:
-        show_log()
+        log_to_stdout()
         return Party(*load(context), number(context))
 
     @app.query()
@@ -62,7 +63,7 @@ def client_app(load: Callable[[Context], Local | tuple[nn.Module, Loss, Pair]]) 
                 raise RefusedError(
                     "another client", f"this is client {one.client}, asked is client {work.request.client}"
                 )
-            keeper = Keeper(state_folder(context), work.request.experiment, one.client)
+            keeper = ClientStore(state_folder(context), work.request.experiment, one.client)
             reply = answer(
                 one,
                 keeper,
