@@ -33,10 +33,10 @@ from fadamgc.flower.protocol import NEVER, RefusedError, Reply, Request, Stamp  
 from fadamgc.flower.serverapp import federate, read_config  # noqa: E402
 from fadamgc.flower.strategy import Strategy, TooFewClientsError  # noqa: E402
 from fadamgc.flower.wire import (  # noqa: E402
-    RAW,
+    ARRAY_ENCODING,
     Hello,
-    Work,
-    from_record,
+    TrainRequest,
+    from_array_record,
     hello_content,
     read_hello,
     read_reply,
@@ -44,7 +44,7 @@ from fadamgc.flower.wire import (  # noqa: E402
     refusal_content,
     reply_content,
     request_content,
-    to_record,
+    to_array_record,
 )
 from fadamgc.tasks.build import build_task  # noqa: E402
 from problems import class_task  # noqa: E402
@@ -57,7 +57,7 @@ LOCAL = {"local_steps": 3, "batch_size": 4, "seed": 5}
 def alone(monkeypatch):
     """Messages say which task of Flower's makes them; here it is none. And nothing is printed."""
     TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
-    monkeypatch.setattr("fadamgc.flower.clientapp.show_log", lambda: None)
+    monkeypatch.setattr("fadamgc.flower.clientapp.log_to_stdout", lambda: None)
 
 
 class Here(Grid):
@@ -142,7 +142,7 @@ def test_a_federation_gives_the_simulators_numbers(name, tmp_path):
     assert [(r.test_accuracy, r.sampled, r.work) for r in c.history] == [
         (r.test_accuracy, r.sampled, r.work) for r in run.history
     ]
-    assert torch.equal(from_record(result.arrays)["x"], run.x)
+    assert torch.equal(from_array_record(result.arrays)["x"], run.x)
     assert list(result.train_metrics_clientapp) == [1, 2, 3]
 
 
@@ -168,8 +168,8 @@ def test_arrays_hold_the_bytes_that_the_cost_model_counts(name, tracked, tmp_pat
     kinds = example(algo, torch.zeros(d))
     cost = traffic(algo, d)
     request = Request("test", 0, 0, Stamp(1, 1), NEVER)
-    work = Work(request, tracked, algo, Settings(rounds=1, local_steps=1), kinds.down._asdict(), {})
-    assert held(request_content(work)) == cost.down
+    train = TrainRequest(request, tracked, algo, Settings(rounds=1, local_steps=1), kinds.down._asdict(), {})
+    assert held(request_content(train)) == cost.down
     up = {k: v for k, v in kinds.up._asdict().items() if tracked or k not in algo.tracked_only}
     reply = Reply(*request[:4], up, {}, 0.5, 3)
     assert held(reply_content(reply)) == cost.up + tracked * cost.up_tracked
@@ -342,8 +342,8 @@ def test_a_reply_that_is_still_under_way_is_not_waited_for(tmp_path):
 
 @pytest.mark.parametrize("shape", [(2**62, 2**62, 0), (0, 2**63), (1,) * 20, (0, 2**50)])
 def test_an_array_with_an_absurd_shape_is_refused(shape):
-    with pytest.raises(RefusedError, match="wanted is"):
-        from_record(ArrayRecord({"dx": Array("float32", shape, RAW, b"")}))
+    with pytest.raises(RefusedError, match="a possible shape"):
+        from_array_record(ArrayRecord({"dx": Array("float32", shape, ARRAY_ENCODING, b"")}))
 
 
 def test_an_array_that_cannot_be_is_a_refusal_in_a_run(tmp_path):
@@ -353,13 +353,13 @@ def test_an_array_that_cannot_be_is_a_refusal_in_a_run(tmp_path):
     def app(message, context):
         reply = honest(message, context)
         if message.metadata.message_type == "train" and context.node_config["partition-id"] == 0:
-            reply.content["up"]["dx"] = Array("float32", (2**62, 2**62, 0), RAW, b"")
+            reply.content["up"]["dx"] = Array("float32", (2**62, 2**62, 0), ARRAY_ENCODING, b"")
         return reply
 
     grid.app = app
     strategy.start(grid)
     assert [r.dropped for r in strategy.coordinator.history] == [(0,), (0,)]
-    assert "wanted is" in strategy.coordinator.refusals[0]
+    assert "a possible shape" in strategy.coordinator.refusals[0]
 
 
 def test_two_nodes_that_say_they_are_one_client(tmp_path, caplog):
@@ -411,7 +411,7 @@ def good_request(**changes):
     kinds = example(algo, torch.zeros(3))
     request = Request("test", 0, 0, Stamp(1, 1), NEVER)
     settings = Settings(rounds=1, local_steps=1)
-    content = request_content(Work(request, True, algo, settings, kinds.down._asdict(), {}))
+    content = request_content(TrainRequest(request, True, algo, settings, kinds.down._asdict(), {}))
     for key, value in changes.items():
         content["request"][key.replace("_of_", "-")] = value
     return content
@@ -499,15 +499,15 @@ def test_a_node_that_is_nobody_is_not_asked(tmp_path, caplog):
 @pytest.mark.parametrize(
     ("array", "said"),
     [
-        (Array("float32", (2,), "numpy.ndarray", b"12345678"), "wanted is fadamgc.little-endian"),
-        (Array("object", (2,), RAW, b"12345678"), "wanted is"),
-        (Array("float32", (3,), RAW, b"12345678"), "has 8 bytes"),
-        (Array("float32", (-2, -1), RAW, b"12345678"), "wanted is"),
+        (Array("float32", (2,), "numpy.ndarray", b"12345678"), "encoded as fadamgc.little-endian"),
+        (Array("object", (2,), ARRAY_ENCODING, b"12345678"), "a possible shape"),
+        (Array("float32", (3,), ARRAY_ENCODING, b"12345678"), "has 8 bytes"),
+        (Array("float32", (-2, -1), ARRAY_ENCODING, b"12345678"), "a possible shape"),
     ],
 )
 def test_an_array_that_is_not_what_it_says_is_refused(array, said):
     with pytest.raises(RefusedError, match=said):
-        from_record(ArrayRecord({"dx": array}))
+        from_array_record(ArrayRecord({"dx": array}))
 
 
 def test_arrays_survive_the_way():
@@ -518,7 +518,7 @@ def test_arrays_survive_the_way():
         "d": torch.zeros(0),
         "e": torch.randn(4, 4).T,
     }
-    back = from_record(to_record(tensors))
+    back = from_array_record(to_array_record(tensors))
     for name, value in tensors.items():
         assert torch.equal(back[name], value)
         assert back[name].dtype == value.dtype
@@ -528,15 +528,16 @@ def test_arrays_survive_the_way():
 REQUEST = Request("test", 0, 0, Stamp(1, 1), NEVER)
 
 
-def some_work():
-    kinds = example(fadamgc.FAdamGC(), torch.zeros(3))
-    return Work(REQUEST, True, fadamgc.FAdamGC(), Settings(rounds=1, local_steps=2), kinds.down._asdict(), {})
+def some_request():
+    algo = fadamgc.FAdamGC()
+    down = example(algo, torch.zeros(3)).down._asdict()
+    return TrainRequest(REQUEST, True, algo, Settings(rounds=1, local_steps=2), down, {})
 
 
 def test_a_request_survives_the_way():
-    work = read_request(request_content(some_work()))
-    assert (work.request, work.tracked, work.algorithm) == (REQUEST, True, fadamgc.FAdamGC())
-    assert work.settings.local_steps == 2
+    train = read_request(request_content(some_request()))
+    assert (train.request, train.tracked, train.algorithm) == (REQUEST, True, fadamgc.FAdamGC())
+    assert train.settings.local_steps == 2
 
 
 @pytest.mark.parametrize(
@@ -553,7 +554,7 @@ def test_a_request_survives_the_way():
     ],
 )
 def test_a_request_that_cannot_be_understood_is_refused(key, value, said):
-    content = request_content(some_work())
+    content = request_content(some_request())
     content["request"][key] = value
     with pytest.raises(RefusedError, match=said):
         read_request(content)
@@ -579,7 +580,7 @@ def test_what_goes_wrong_at_a_client_is_said_at_the_server(tmp_path, caplog):
     for path in (tmp_path / "node-1" / "test" / "client-1").glob("*"):
         path.unlink()
     messages = strategy.configure_train(1, ArrayRecord(), ConfigRecord(), grid)
-    messages[1].content["down"]["x"] = to_record({"x": torch.zeros(2)})["x"]
+    messages[1].content["down"]["x"] = to_array_record({"x": torch.zeros(2)})["x"]
     strategy.aggregate_train(1, strategy._exchange(grid, messages))
     assert "client 1: the client refuses: client 1: the server's x is torch.float32 (2,)" in caplog.text
     assert strategy.coordinator.history[0].dropped == (1,)

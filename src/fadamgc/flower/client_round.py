@@ -101,7 +101,7 @@ def answer(
     first = request.stamp.round == 0  # the server wants the gradient at the first model
     _check(party, {"x": party.problem.x0} if first else _like(kinds.down, party), down, buffers)
     with keeper.locked():
-        kept = resolve_pending(keeper.load(type(kinds.client)), request)
+        kept = resolve_pending(keeper.load(kinds.client), request)
         if first:
             g = party.gradient(down["x"], buffers, settings.seed)
             _check_finite(party, [g])

@@ -427,8 +427,8 @@ class Coordinator:
         ):
             refuse(
                 "another round",
-                f"it answers {describe(reply.stamp)} of {reply.experiment!r}, asked was {describe(request.stamp)} of "
-                f"{request.experiment!r}",
+                f"it answers {describe(reply.stamp)} of {reply.experiment!r}, asked was "
+                f"{describe(request.stamp)} of {request.experiment!r}",
             )
         if client in self._replies:
             refuse("twice", "it has already answered")

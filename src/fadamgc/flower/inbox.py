@@ -2,8 +2,8 @@
 
 Flower's ``Grid.pull_messages`` waits until all arrays of a reply have been uploaded (for up to two hours),
 and pulls whatever a node has announced. The client behind Flower's ``HttpGrid`` gives one object at a time,
-and says at once if an object is not there yet, so ``Objects`` asks that client itself. That interface is
-private to Flower; this file is the only one that uses it. For any other grid, ``Threads`` calls
+and says at once if an object is not there yet, so ``ObjectInbox`` asks that client itself. That interface is
+private to Flower; this file is the only one that uses it. For any other grid, ``ThreadInbox`` calls
 ``pull_messages`` and leaves a call that waits to its thread.
 """
 
@@ -27,7 +27,7 @@ ROOM = 1 << 16  # bytes that a reply may have in addition to its arrays
 ROOM_PER_ARRAY = 1 << 11  # name, shape, type
 SMALLEST_CHUNK = 1 << 16  # bytes; Flower cuts arrays into chunks of 5 MB
 
-Found = list[tuple[str, Message | Exception]]
+Arrived = list[tuple[str, Message | Exception]]
 
 
 class TooLargeError(RefusedError):
@@ -37,7 +37,7 @@ class TooLargeError(RefusedError):
         super().__init__("too large", f"its reply is not pulled: {why}")
 
 
-class Limit:
+class SizeLimit:
     """How large a reply may be.
 
     Args:
@@ -60,7 +60,7 @@ class Limit:
 class Inbox(Protocol):
     """Where replies are collected."""
 
-    def collect(self, limits: Mapping[str, Limit]) -> Found:
+    def collect(self, limits: Mapping[str, SizeLimit]) -> Arrived:
         """Return the replies that have arrived to these messages; does not wait for the others.
 
         Args:
@@ -77,27 +77,27 @@ class Inbox(Protocol):
         """Whether a thread still waits for the reply to this message."""
 
 
-def inbox(grid: Grid) -> Inbox:
+def make_inbox(grid: Grid) -> Inbox:
     """Return the inbox that fits a grid."""
     with suppress(ImportError, AttributeError):
         from flwr.superlink.grid.http_grid import HttpGrid
 
         if isinstance(grid, HttpGrid):
-            return Objects(grid)
-    return Threads(grid)
+            return ObjectInbox(grid)
+    return ThreadInbox(grid)
 
 
-class Parcel:
+class PartialReply:
     """A reply that is being pulled."""
 
-    def __init__(self, message: str, limit: Limit, objects: list[str]) -> None:
+    def __init__(self, message: str, limit: SizeLimit, objects: list[str]) -> None:
         self.message, self.limit = message, limit
         self.missing = objects
         self.contents: dict[str, bytes] = {}
         self.size = 0
 
 
-class Objects:
+class ObjectInbox:
     """Pulls replies object by object from a SuperLink.
 
     Args:
@@ -114,14 +114,14 @@ class Objects:
         self._objects, self._utils, self._divider = inflatable_object, inflatable_utils, HEAD_BODY_DIVIDER
         self._client = grid._runtime_client
         self._whose = {"node": grid.node, "run_id": grid.run.run_id}
-        self._parcels: dict[str, Parcel] = {}
+        self._parcels: dict[str, PartialReply] = {}
         self._room: int | None = None  # bytes that the next response may have
         with suppress(AttributeError):  # the size of a response is known before its body is read
             self._client._client.event_hooks["response"].append(self._look_at_size)
 
-    def collect(self, limits: Mapping[str, Limit]) -> Found:
+    def collect(self, limits: Mapping[str, SizeLimit]) -> Arrived:
         """Return the replies of which every object is there."""
-        found: Found = []
+        found: Arrived = []
         for identity, limit in limits.items():
             try:
                 message = self._pull(identity, limit)
@@ -144,7 +144,7 @@ class Objects:
         del identity
         return False
 
-    def _pull(self, identity: str, limit: Limit) -> Message | None:
+    def _pull(self, identity: str, limit: SizeLimit) -> Message | None:
         """Pull the available parts of one reply; return the reply if it is complete."""
         parcel = self._parcels.get(identity) or self._open(identity, limit)
         if parcel is None:
@@ -172,7 +172,7 @@ class Objects:
         message.metadata.__dict__["_message_id"] = parcel.message
         return message
 
-    def _open(self, identity: str, limit: Limit) -> Parcel | None:
+    def _open(self, identity: str, limit: SizeLimit) -> PartialReply | None:
         """Ask for the reply to a message: which objects it has."""
         self._room = ROOM + 256 * limit.objects
         try:
@@ -180,7 +180,7 @@ class Objects:
         finally:
             self._room = None
         for message, tree in zip(response.messages_list, response.message_object_trees, strict=True):
-            parcel = Parcel(message.metadata.message_id, limit, [])
+            parcel = PartialReply(message.metadata.message_id, limit, [])
             self._parcels[identity] = parcel  # also where it is refused: then the SuperLink may forget it
             names: dict[str, None] = {}
             for count, part in enumerate(self._objects.iterate_object_tree(tree), start=1):
@@ -190,7 +190,7 @@ class Objects:
             return parcel
         return None
 
-    def _check_arrays(self, parcel: Parcel) -> None:
+    def _check_arrays(self, parcel: PartialReply) -> None:
         """Refuse arrays that name one chunk many times, and so become larger than what was pulled."""
         total = 0
         for content in parcel.contents.values():
@@ -200,7 +200,7 @@ class Objects:
                 total += sum(len(parcel.contents[children[i]]) for i in body["arraychunk_ids"])
         parcel.limit.check(0, total)
 
-    def _confirm(self, parcel: Parcel | None) -> None:
+    def _confirm(self, parcel: PartialReply | None) -> None:
         """Let the SuperLink forget a reply."""
         if parcel is not None:
             with suppress(Exception):
@@ -214,7 +214,7 @@ class Objects:
             raise TooLargeError(f"one of its parts has {announced} bytes")
 
 
-class Threads:
+class ThreadInbox:
     """Pulls replies with ``pull_messages``, one after the other; a call that waits is left to its thread.
 
     There are never more threads than messages whose reply is being waited for, and they end with the process.
@@ -229,9 +229,9 @@ class Threads:
         ] = {}  # replies that came while others were collected
         self._answers: SimpleQueue[tuple[str, list[Message] | Exception]] = SimpleQueue()
 
-    def collect(self, limits: Mapping[str, Limit]) -> Found:
+    def collect(self, limits: Mapping[str, SizeLimit]) -> Arrived:
         """Return the replies that have arrived; a call that waits for one continues in its thread."""
-        found: Found = []
+        found: Arrived = []
         for identity in [identity for identity in limits if identity in self._early]:
             found += self._read(identity, self._early.pop(identity), limits[identity])
         done = {identity for identity, _ in found}
@@ -256,7 +256,7 @@ class Threads:
                 self._early[identity] = answer
             self._given_up.discard(identity)
 
-    def _read(self, identity: str, answer: list[Message] | Exception, limit: Limit) -> Found:
+    def _read(self, identity: str, answer: list[Message] | Exception, limit: SizeLimit) -> Arrived:
         """The reply in what a grid has given, if there is one."""
         if isinstance(answer, Exception):
             return [(identity, answer)]

@@ -38,8 +38,9 @@ from fadamgc.experiments.spec.sections import CustomTask, MethodSpec, RunSpec, S
 from fadamgc.federation.run import Record
 from fadamgc.federation.settings import Settings
 from fadamgc.files import write_atomic
+from fadamgc.flower.client_store import check_experiment_name
 from fadamgc.flower.coordinator import Coordinator
-from fadamgc.flower.protocol import check_name, show_log
+from fadamgc.flower.logs import log_to_stdout
 from fadamgc.flower.strategy import Strategy
 from fadamgc.methods import algorithm_class, make_algorithm
 from fadamgc.task import Loss, Pair, Task
@@ -86,7 +87,7 @@ def server_app(load: Callable[[Context], Task | ServerSide]) -> ServerApp:
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
-        show_log()
+        log_to_stdout()
         given = load(context)
         if not isinstance(given, Task):
             model, loss, test = given
@@ -100,7 +101,7 @@ def federate(grid: Grid, task: Task, config: Mapping[str, Any]) -> Coordinator:
     """Run a federation as its config says, and write its history as an experiment that can be reported on."""
     values = read_config(config)
     experiment = str(values["experiment"])
-    check_name(experiment)
+    check_experiment_name(experiment)
     folder = Path(str(values["folder"])).expanduser() if values["folder"] else default_folder(experiment)
     coordinator = make_coordinator(task, values, folder)
     if coordinator.over():

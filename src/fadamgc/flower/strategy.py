@@ -17,21 +17,28 @@ from fadamgc.errors import FadamgcError, InputError
 from fadamgc.escape import printable
 from fadamgc.federation.run import Record
 from fadamgc.flower.coordinator import Coordinator
-from fadamgc.flower.inbox import Inbox, Limit, TooLargeError, inbox
+from fadamgc.flower.inbox import Inbox, SizeLimit, TooLargeError, make_inbox
 from fadamgc.flower.protocol import RefusedError
-from fadamgc.flower.wire import MOST_SAID, Work, read_hello, read_reply, request_content, to_record
+from fadamgc.flower.wire import (
+    MAX_REASON,
+    TrainRequest,
+    read_hello,
+    read_reply,
+    request_content,
+    to_array_record,
+)
 
 log = logging.getLogger("fadamgc")
 
 PAUSES = 20  # polls after which a node is asked again whose hello was no good; then twice as many
-BARRED = 10  # rounds in which a node is not asked whose answer was too large
+BARRED_ROUNDS = 10  # rounds in which a node is not asked whose answer was too large
 
 
 class TooFewClientsError(FadamgcError):
     """There were not enough clients in time."""
 
 
-class Stranger(NamedTuple):
+class RejectedNode(NamedTuple):
     """A node that is not taken in."""
 
     why: str
@@ -42,7 +49,7 @@ class Stranger(NamedTuple):
 def brief(error: Exception) -> str:
     """What an error says, on one line and not at any length."""
     text = str(error) if isinstance(error, FadamgcError) else f"{type(error).__name__}: {error}"
-    return printable(text, MOST_SAID)
+    return printable(text, MAX_REASON)
 
 
 class Strategy(FlowerStrategy):
@@ -83,7 +90,7 @@ class Strategy(FlowerStrategy):
         self.nodes: dict[int, int] = {}  # the node of each client that has said hello
         self.silent: set[int] = set()  # clients that owe an answer; not asked until they give one
         self._hellos: dict[str, tuple[int, float]] = {}  # messages under way: to which node, until when
-        self._strangers: dict[int, Stranger] = {}  # nodes whose hello was no good
+        self._strangers: dict[int, RejectedNode] = {}  # nodes whose hello was no good
         self._asked: dict[str, int] = {}  # messages of this round, and the clients they went to
         self._barred: dict[int, int] = {}  # nodes that are not asked, and the round in which they are again
         self._stuck: dict[str, int] = {}  # messages given up whose reply a thread still waits for: which node
@@ -111,7 +118,9 @@ class Strategy(FlowerStrategy):
         down = {"x": c.problem.x0} if first else c.algorithm.broadcast(c.server)._asdict()
         return [
             Message(
-                request_content(Work(a.request, a.tracked, c.algorithm, c.settings, down, dict(c.buffers))),
+                request_content(
+                    TrainRequest(a.request, a.tracked, c.algorithm, c.settings, down, dict(c.buffers))
+                ),
                 dst_node_id=self.nodes[a.request.client],
                 message_type="train",
                 ttl=self.round_timeout,
@@ -134,7 +143,7 @@ class Strategy(FlowerStrategy):
                 log.warning("a reply to a message that was not sent in this round is not looked at")
                 continue
             if message.has_error():
-                log.warning("client %d: %s", client, printable(message.error.reason, MOST_SAID))
+                log.warning("client %d: %s", client, printable(message.error.reason, MAX_REASON))
                 continue
             owing.discard(client)
             try:
@@ -162,7 +171,7 @@ class Strategy(FlowerStrategy):
         metrics = {
             k: v for k in ("train_loss", "test_loss", "test_metric") if (v := getattr(record, k)) is not None
         }
-        return to_record({"x": c.server.x}), MetricRecord(metrics)
+        return to_array_record({"x": c.server.x}), MetricRecord(metrics)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -235,7 +244,7 @@ class Strategy(FlowerStrategy):
             for identity, node in zip(grid.push_messages(asks), nodes, strict=True):
                 if identity:
                     self._hellos[identity] = node, now + self.wait_timeout
-        for identity, message in box.collect(dict.fromkeys(self._hellos, Limit())):
+        for identity, message in box.collect(dict.fromkeys(self._hellos, SizeLimit())):
             node, _ = self._hellos.pop(identity)
             try:
                 self._welcome(node, message)
@@ -249,7 +258,7 @@ class Strategy(FlowerStrategy):
     def _box(self, grid: Grid) -> Inbox:
         """The inbox of a grid."""
         if self._inbox is None or self._inbox[0] is not grid:
-            self._inbox = grid, inbox(grid)
+            self._inbox = grid, make_inbox(grid)
         return self._inbox[1]
 
     def _who_is_there(self, grid: Grid) -> set[int]:
@@ -295,11 +304,11 @@ class Strategy(FlowerStrategy):
         pause = PAUSES * self.poll if known is None else 2 * known.pause
         if known is None or known.why != why:
             log.warning("node %d: %s", node, why)
-        self._strangers[node] = Stranger(why, pause, time.monotonic() + pause)
+        self._strangers[node] = RejectedNode(why, pause, time.monotonic() + pause)
 
     def _bar(self, node: int, error: Exception) -> None:
         """Do not ask a node for some rounds, not even who it is."""
-        until = self.coordinator.t + 1 + BARRED
+        until = self.coordinator.t + 1 + BARRED_ROUNDS
         log.warning("node %d: %s; it is not asked before round %d", node, brief(error), until)
         self._barred[node] = until
         for client in [client for client, its in self.nodes.items() if its == node]:
@@ -343,10 +352,10 @@ class Strategy(FlowerStrategy):
         self._stuck |= {identity: nodes[identity] for identity in limits}
         return replies
 
-    def _limit(self, client: int) -> Limit:
+    def _limit(self, client: int) -> SizeLimit:
         """How large a client's reply may be."""
         arrays = [value for part in self.coordinator.wanted(client) for value in part.values()]
-        return Limit(len(arrays), sum(value.numel() * value.element_size() for value in arrays))
+        return SizeLimit(len(arrays), sum(value.numel() * value.element_size() for value in arrays))
 
     def _too_few(self, count: int, what: str) -> None:
         """Say that the round is skipped, or fail."""
