@@ -154,7 +154,7 @@ def test_an_algorithm_that_begins_with_gradients_waits_for_all(tmp_path):
     torch.testing.assert_close(strategy.coordinator.server.x, run.x)
     _, grid, strategy = make(tmp_path / "other", algo, sampled=2, below_minimum="skip")
     grid.deaf = {1}
-    with pytest.raises(TooFewClientsError, match="2 of 3 clients are there, 3 are needed"):
+    with pytest.raises(TooFewClientsError, match="2 of 3 clients are connected, but round 1 needs 3"):
         strategy.start(grid)
 
 
@@ -244,7 +244,7 @@ def test_too_few_clients_end_the_run_or_skip_the_round(tmp_path):
     _, grid, strategy = make(tmp_path, min_clients=2)
     grid.deaf = {0, 1}
     with pytest.raises(
-        TooFewClientsError, match="1 of 3 clients are there, 2 are needed for round 1; start more"
+        TooFewClientsError, match="1 of 3 clients are connected, but round 1 needs 2; start more"
     ):
         strategy.start(grid)
     assert strategy.coordinator.t == 0
@@ -367,8 +367,8 @@ def test_two_nodes_that_say_they_are_one_client(tmp_path, caplog):
     grid.nodes[999] = 0  # after the right one
     with caplog.at_level("WARNING", logger="fadamgc"):
         strategy.start(grid)
-    assert caplog.text.count("each needs a partition-id of its own") == 1
-    assert "so does node 100" in caplog.text
+    assert caplog.text.count("give each node its own partition-id") == 1
+    assert "node 100 has connected as that client" in caplog.text
     run = fadamgc.simulate(fadamgc.FAdamGC(), task, rounds=4, executor="loop", **LOCAL)
     assert torch.equal(strategy.coordinator.server.x, run.x)
 
@@ -397,7 +397,7 @@ def test_a_node_that_cannot_start_is_told_of_once_and_not_asked_all_the_time(tmp
 def test_weights_by_size_wait_for_all_sizes(tmp_path):
     _, grid, strategy = make(tmp_path, weights="size", below_minimum="skip")
     grid.deaf = {1}
-    with pytest.raises(TooFewClientsError, match="3 are needed"):
+    with pytest.raises(TooFewClientsError, match="round 1 needs 3"):
         strategy.start(grid)
     _, grid, strategy = make(tmp_path / "all", weights="size")
     strategy.start(grid)
@@ -490,8 +490,8 @@ def test_a_node_that_is_nobody_is_not_asked(tmp_path, caplog):
     grid.nodes |= {7: 9}  # there are clients 0 to 2
     task = class_task(sizes=(4,) * 10)
     grid.app = app_of(task)
-    strategy.look(grid)
-    strategy.look(grid)
+    strategy.update_nodes(grid)
+    strategy.update_nodes(grid)
     assert strategy.available == [0, 1, 2]
     assert "a node says it is client 9; clients are 0 to 2" in caplog.text
 

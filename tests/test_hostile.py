@@ -193,7 +193,7 @@ def test_a_stalled_answer_that_comes_at_last_is_not_used(tmp_path):
         if record.round == 2:
             grid.stalled = set()
             grid.freed.set()
-            while not strategy._box(grid)._answers.qsize():
+            while not strategy._inbox_of(grid)._results.qsize():
                 time.sleep(0.01)
 
     strategy.on_round = free
@@ -747,7 +747,7 @@ def test_a_node_with_too_many_samples_is_turned_away(liar, tmp_path, caplog):
         return reply
 
     grid.app = app
-    with pytest.raises(TooFewClientsError, match=r"2 of 3 clients are there.*samples"):
+    with pytest.raises(TooFewClientsError, match=r"2 of 3 clients are connected.*samples"):
         strategy.start(grid)
     assert strategy.available == sorted({0, 1, 2} - {liar})
 
