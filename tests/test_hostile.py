@@ -43,8 +43,9 @@ from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_conte
 from flwr.supercore.run import Run  # noqa: E402
 from flwr.superlink.grid.http_grid import HttpGrid  # noqa: E402
 
+from fadamgc.flower.config import read_config  # noqa: E402
 from fadamgc.flower.inbox import ObjectInbox, SizeLimit, ThreadInbox, TooLargeError, make_inbox  # noqa: E402
-from fadamgc.flower.serverapp import binds, make_coordinator, numbers, read_config  # noqa: E402
+from fadamgc.flower.serverapp import make_coordinator  # noqa: E402
 from fadamgc.flower.strategy import BARRED_ROUNDS, TooFewClientsError  # noqa: E402
 from fadamgc.flower.wire import ARRAY_ENCODING, TrainRequest, read_request, request_content  # noqa: E402
 from test_flower import LOCAL, Here, alone, app_of, make  # noqa: E402, F401
@@ -815,17 +816,24 @@ def test_an_operator_can_replace_a_node(tmp_path):
 
 
 def test_whether_clients_are_bound(monkeypatch):
+    def binds(choice):
+        return read_config({"bind-clients": choice}).binds_clients
+
+    def unbound(clients):
+        return read_config({"unbind-clients": clients}).unbound_clients
+
     assert (binds("on"), binds("off"), binds("auto")) == (True, False, False)
     monkeypatch.setenv("FADAMGC_BIND_CLIENTS", "on")
     assert (binds("off"), binds("auto")) == (False, True)
     with pytest.raises(InputError, match="config bind-clients='yes' is not accepted"):
         binds("yes")
-    assert numbers("0, 2", 3) == [0, 2]
-    assert numbers("all", 3) == [0, 1, 2]
-    assert numbers("", 3) == []
+    assert unbound("0, 2") == [0, 2]
+    assert unbound(1) == [1]
+    assert unbound("all") == [0, 1, 2]
+    assert unbound("") == []
     with pytest.raises(InputError, match="config unbind-clients='3' is not accepted"):
-        numbers("3", 3)
-    assert read_config({})["bind-clients"] == "auto"
+        unbound("3")
+    assert read_config({}).options.bind_clients == "auto"
 
 
 # Clocks.
