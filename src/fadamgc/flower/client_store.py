@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from fadamgc.errors import CheckpointError
-from fadamgc.files import has_bundle, hold, private_folder, read_bundle, write_bundle
+from fadamgc.bundle import has_bundle, read_bundle, write_bundle
+from fadamgc.errors import CheckpointError, CheckpointInUseError
+from fadamgc.files import lock, private_folder
 from fadamgc.flower.protocol import Kept, RefusedError, Stamp, check_name
 
 NAME = "state"
@@ -87,11 +88,13 @@ class Keeper:
     def only_one(self, seconds: float = 60.0) -> Iterator[None]:
         """Hold the state: of two processes that work for the same client, the second waits."""
         self._tighten()
-        with hold(self.folder, seconds) as held:
-            if not held:
-                raise RefusedError(
-                    "busy", f"client {self.client} is still at work on another request after {seconds:g} s"
-                )
+        try:
+            state_lock = lock(self.folder, seconds)
+        except CheckpointInUseError:
+            raise RefusedError(
+                "busy", f"client {self.client} is still at work on another request after {seconds:g} s"
+            ) from None
+        with state_lock:
             yield
 
     def _tighten(self) -> None:

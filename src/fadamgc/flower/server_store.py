@@ -14,8 +14,9 @@ from typing import Any
 
 from torch import Tensor
 
+from fadamgc.bundle import has_bundle, read_bundle, write_bundle
 from fadamgc.errors import CheckpointError
-from fadamgc.files import has_bundle, hold, private_folder, read_bundle, write_atomic, write_bundle
+from fadamgc.files import lock, private_folder, write_atomic
 
 NAME = "federation"
 START = "start.json"  # which start of the server may write
@@ -129,9 +130,7 @@ class Store:
     @contextmanager
     def _alone(self) -> Iterator[None]:
         private_folder(self.folder)
-        with hold(self.folder, BUSY) as held:
-            if not held:
-                raise CheckpointError(f"another process has been writing to {self.folder} for {BUSY:g} s")
+        with lock(self.folder, BUSY):
             yield
 
     def _newest(self) -> int:

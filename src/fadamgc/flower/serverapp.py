@@ -37,7 +37,7 @@ from fadamgc.experiments.run.workers import Job
 from fadamgc.experiments.spec.sections import CustomTask, MethodSpec, RunSpec, Spec
 from fadamgc.federation.run import Record
 from fadamgc.federation.settings import Settings
-from fadamgc.files import write_atomic
+from fadamgc.files import user_folder, write_atomic
 from fadamgc.flower.coordinator import Coordinator
 from fadamgc.flower.protocol import check_name, show_log
 from fadamgc.flower.strategy import Strategy
@@ -201,8 +201,7 @@ def make_coordinator(task: Task, values: Mapping[str, Any], folder: Path) -> Coo
 
 def default_folder(experiment: str) -> Path:
     """Where a server keeps an experiment unless it is told."""
-    home = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-    return Path(home).expanduser() / "fadamgc" / "servers" / experiment
+    return user_folder("state") / "servers" / experiment
 
 
 def write_history(coordinator: Coordinator, folder: Path) -> None:
