@@ -22,11 +22,11 @@ import fadamgc
 pytest.importorskip("flwr", reason="Flower is not installed")
 
 from fadamgc.algorithm import example
+from fadamgc.bundle import has_bundle, read_bundle
 from fadamgc.errors import FadamgcError
 from fadamgc.experiments.report.write import write_report
 from fadamgc.experiments.spec.sections import DigitsTask
 from fadamgc.experiments.spec.toml_io import task_spec
-from fadamgc.files import has_bundle, read_bundle
 from fadamgc.flower.certificates import ensure_node_keys
 from fadamgc.flower.client_store import ClientStore
 from fadamgc.flower.loopback import (

@@ -13,8 +13,9 @@ from typing import Any, overload
 
 import torch
 
+from fadamgc.bundle import tensor_bytes
 from fadamgc.errors import CheckpointError, UnwritableError
-from fadamgc.files import private_folder, sync_folder, tensor_bytes
+from fadamgc.files import private_folder, sync_folder
 from fadamgc.runtime import memory
 
 FILE = "states.bin"

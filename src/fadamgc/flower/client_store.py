@@ -10,8 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-from fadamgc.errors import CheckpointError, InputError
-from fadamgc.files import has_bundle, hold, private_folder, read_bundle, write_bundle
+from fadamgc.bundle import has_bundle, read_bundle, write_bundle
+from fadamgc.errors import CheckpointError, CheckpointInUseError, InputError
+from fadamgc.files import lock, private_folder
 from fadamgc.flower.protocol import RefusedError, Stamp, StoredState
 from fadamgc.tree import from_names, named_leaves
 
@@ -101,11 +102,13 @@ class ClientStore:
             RefusedError: "busy", the lock was not free within ``seconds``.
         """
         self._make_private()
-        with hold(self.folder, seconds) as acquired:
-            if not acquired:
-                raise RefusedError(
-                    "busy", f"client {self.client} is still at work on another request after {seconds:g} s"
-                )
+        try:
+            state_lock = lock(self.folder, seconds)
+        except CheckpointInUseError:
+            raise RefusedError(
+                "busy", f"client {self.client} is still at work on another request after {seconds:g} s"
+            ) from None
+        with state_lock:
             yield
 
     def _make_private(self) -> None:

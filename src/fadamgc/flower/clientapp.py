@@ -13,6 +13,7 @@ from flwr.clientapp import ClientApp
 from torch import nn
 
 from fadamgc.errors import FadamgcError, InputError
+from fadamgc.files import user_folder
 from fadamgc.flower.client_round import Party, answer
 from fadamgc.flower.client_store import ClientStore
 from fadamgc.flower.logs import log_to_stdout
@@ -111,5 +112,4 @@ def state_folder(context: Context) -> Path:
     given = context.node_config.get("state-folder") or os.environ.get("FADAMGC_STATES")
     if given:
         return Path(str(given)).expanduser()
-    home = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-    return Path(home).expanduser() / "fadamgc"
+    return user_folder("state")

@@ -1,8 +1,8 @@
 """The config of a Flower ServerApp: ``[tool.flwr.app.config]``, or ``flwr run --run-config``.
 
 The keys are the options below and the settings of ``fadamgc.simulate``, both with dashes; the hyperparameters
-of the algorithm by their names (``eta_l``, ``beta2``, ...); and keys with a dot, such as ``data.alpha``, which
-belong to the app.
+of the algorithm by their names (``eta_l``, ``beta2``, ...); and keys with a dot, such as ``data.alpha``,
+which belong to the app.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from fadamgc.methods import algorithm_class, make_algorithm
 BIND_VARIABLE = "FADAMGC_BIND_CLIENTS"  # in the ServerApp's environment: what bind-clients = "auto" means
 DEFAULTS = {"rounds": 10}
 DEFAULT_LOCAL_STEPS = 10
-# Settings of ``simulate`` that a config cannot have: a value of Flower's is one number or one text, and a server
-# writes a checkpoint after every round and drops updates that are not finite.
+# Settings of ``simulate`` that a config cannot have: a value in a config is one number or one text, and a
+# server writes a checkpoint after every round and drops updates that are not finite.
 NOT_IN_CONFIG = ("schedule", "on_nonfinite", "checkpoint_every", "dtype")
 
 

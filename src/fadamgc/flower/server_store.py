@@ -14,8 +14,9 @@ from typing import Any
 
 from torch import Tensor
 
+from fadamgc.bundle import has_bundle, read_bundle, write_bundle
 from fadamgc.errors import CheckpointError
-from fadamgc.files import has_bundle, hold, private_folder, read_bundle, write_atomic, write_bundle
+from fadamgc.files import lock, private_folder, write_atomic
 
 BUNDLE = "federation"
 START_FILE = "start.json"  # the number of the newest start
@@ -133,11 +134,7 @@ class ServerStore:
     @contextmanager
     def _locked(self) -> Iterator[None]:
         private_folder(self.folder)
-        with hold(self.folder, LOCK_SECONDS) as acquired:
-            if not acquired:
-                raise CheckpointError(
-                    f"{self.folder} is still locked by another process after {LOCK_SECONDS:g} s"
-                )
+        with lock(self.folder, LOCK_SECONDS):
             yield
 
     def _newest_start(self) -> int:

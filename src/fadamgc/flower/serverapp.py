@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -15,6 +14,7 @@ from flwr.serverapp import Grid, ServerApp
 from torch import nn
 
 from fadamgc.federation.run import Record
+from fadamgc.files import user_folder
 from fadamgc.flower.client_store import check_experiment_name
 from fadamgc.flower.config import ServerConfig, read_config
 from fadamgc.flower.coordinator import Coordinator
@@ -108,8 +108,7 @@ def make_coordinator(task: Task, config: ServerConfig, folder: Path) -> Coordina
 
 def default_folder(experiment: str) -> Path:
     """Return the folder of a server whose config names none."""
-    home = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-    return Path(home) / "fadamgc" / "servers" / experiment
+    return user_folder("state") / "servers" / experiment
 
 
 def write_history(coordinator: Coordinator, folder: Path) -> None:

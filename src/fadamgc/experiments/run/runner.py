@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
-from fadamgc.errors import FadamgcError, InputError, UnwritableError
+from fadamgc.errors import CheckpointInUseError, FadamgcError, InputError, UnwritableError
 from fadamgc.escape import printable
 from fadamgc.experiments.run.workers import (
     Finished,
@@ -32,7 +32,7 @@ from fadamgc.experiments.run.workers import (
 )
 from fadamgc.experiments.spec.sections import STEPS, Spec
 from fadamgc.experiments.spec.toml_io import load_spec
-from fadamgc.files import LOCK, hold, make_folder, write_atomic
+from fadamgc.files import LOCK, lock, make_folder, write_atomic
 from fadamgc.task import Task
 from fadamgc.tasks.build import label_counts
 
@@ -199,11 +199,14 @@ def only_one(out: Path) -> Iterator[None]:
     """Lock a folder, so that no other process writes an experiment into it at the same time."""
     with ExitStack() as stack:
         with suppress(UnwritableError):  # prepare() says what is wrong with the folder
-            if not stack.enter_context(hold(out)):
+            make_folder(out)
+            try:
+                stack.enter_context(lock(out))
+            except CheckpointInUseError:
                 raise InputError(
                     f"out={str(out)!r} is being written by another fadamgc; wait for it, or give another "
                     "folder"
-                )
+                ) from None
         yield
 
 

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fadamgc.algorithm import AnyAlgorithm
+from fadamgc.bundle import has_bundle
 from fadamgc.cache import code_folder
 from fadamgc.errors import (
     CheckpointError,
@@ -51,7 +52,7 @@ from fadamgc.experiments.spec.sections import (
     TextTask,
 )
 from fadamgc.federation.run import Run, read_run
-from fadamgc.files import as_json, has_bundle, remove_leftovers, write_atomic
+from fadamgc.files import as_json, remove_leftovers, write_atomic
 from fadamgc.runtime import one_thread
 from fadamgc.sim.engine import Engine, Hooks, Makers, RoundEnd, prepare, simulate
 from fadamgc.sim.executors.machine_code import compiler
