@@ -6,6 +6,8 @@ import dataclasses
 import itertools
 import json
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -686,6 +688,56 @@ def test_the_digits_app_gives_the_simulators_numbers_and_a_report(tmp_path, capl
     assert "digits: already complete after round 3" in caplog.text
     assert torch.equal(again.server.x, run.x)
     assert read_results(tmp_path / "server").runs["FAdamGC"][0].history == run.history
+
+
+class Steepest(fadamgc.FedAvg):
+    """An algorithm that only the server's process has registered."""
+
+    title = "Steepest\nof all"
+
+
+def test_a_history_of_a_custom_algorithm_and_metric_is_reported(tmp_path, monkeypatch):
+    from fadamgc.methods import _REGISTRY
+
+    with monkeypatch.context() as patched:
+        patched.setitem(_REGISTRY, "steepest", Steepest)
+        task = class_task(sizes=SIZES, metric=lambda output, _: float(output.abs().max()), goal="min")
+        config = {
+            **{
+                "algorithm": "steepest",
+                "eta_l": 0.2,
+                "experiment": "mine",
+                "folder": str(tmp_path / "server"),
+            },
+            **{"rounds": 2, "local-steps": 2, "sampled": 2, "target": 0.001, "seed": 7, "wait-timeout": 5.0},
+        }
+        (tmp_path / "server").mkdir()
+        (tmp_path / "server" / "spec.toml").write_text("of the version before, with other settings")
+        coordinator = federate(Here(app_of(task), tmp_path, 3), task, config)
+    results = write_report(tmp_path / "server")
+    assert results.spec.name == "mine"
+    assert results.spec.title == "Steepest\\nof all on task, 3 clients, on Flower"
+    assert (results.spec.task.metric, results.spec.run.target, results.spec.run.seeds) == (
+        "metric",
+        0.001,
+        (7,),
+    )
+    assert (results.spec.run.rounds, results.spec.run.sampled) == (2, 2)
+    (method,) = results.spec.methods
+    assert method.label == "Steepest\\nof all"
+    assert method.hyperparameters["eta_l"] == 0.2
+    assert results.runs[method.label][0].history == coordinator.history
+    assert results.runs[method.label][0].goal == "min"
+    assert (tmp_path / "server" / "runs" / "steepest-nof-all-seed7" / "run.json").exists()
+
+
+def test_the_flower_server_loads_no_experiments():
+    code = (
+        "import sys, fadamgc.flower.serverapp\n"
+        "loaded = [m for m in sys.modules if m.startswith(('matplotlib', 'plotly', 'fadamgc.experiments'))]\n"
+        "assert not loaded, loaded"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_the_command_says_what_runs(tmp_path):

@@ -13,6 +13,7 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 from torch import nn
 
+from fadamgc.escape import printable
 from fadamgc.federation.run import Record
 from fadamgc.files import user_folder
 from fadamgc.flower.client_store import check_experiment_name
@@ -118,7 +119,7 @@ def write_history(coordinator: Coordinator, folder: Path) -> None:
     report = {
         "experiment": c.experiment,
         "title": f"{c.algorithm.title} on {c.task.name}, {c.n} clients, on Flower",
-        "label": c.algorithm.title,
+        "label": printable(c.algorithm.title),
         "measure": c.task.metric if isinstance(c.task.metric, str) else "metric",
     }
     name = re.sub(r"[^a-z0-9]+", "-", report["label"].lower()).strip("-") or "method"
