@@ -17,9 +17,17 @@ from fadamgc.errors import CheckpointError, InputError
 from fadamgc.federation.settings import Settings
 from fadamgc.flower import server_store as store_module
 from fadamgc.flower.client_round import Party, answer
-from fadamgc.flower.client_store import Keeper
+from fadamgc.flower.client_store import ClientStore
 from fadamgc.flower.coordinator import Coordinator
-from fadamgc.flower.protocol import NEVER, Kept, RefusedError, Request, Stamp, after, reconcile
+from fadamgc.flower.protocol import (
+    NEVER,
+    RefusedError,
+    Request,
+    Stamp,
+    StoredState,
+    resolve_pending,
+    with_pending,
+)
 from problems import class_task
 
 SIZES = (6, 20, 11)
@@ -44,7 +52,7 @@ class World:
         self.parties = [
             Party(model, self.task.loss, (x.to(dtype), y), i) for i, (x, y) in enumerate(self.task.pairs)
         ]
-        self.keepers = [Keeper(folder / "node", "test", i) for i in range(self.n)]
+        self.keepers = [ClientStore(folder / "node", "test", i) for i in range(self.n)]
         self.start()
 
     @property
@@ -71,7 +79,7 @@ class World:
         keeper = self.keepers[i]
         if killed == "before":
             keeper = SimpleNamespace(
-                load=keeper.load, only_one=keeper.only_one, save=lambda _: (_ for _ in ()).throw(Killed())
+                load=keeper.load, locked=keeper.locked, save=lambda _: (_ for _ in ()).throw(Killed())
             )
         reply = answer(self.parties[i], keeper, self.algo, self.settings, request, tracked, down, buffers)
         if killed == "after":
@@ -97,9 +105,9 @@ class World:
         kinds = fadamgc.algorithm.example(self.algo, torch.zeros(1))
         found = []
         for i, keeper in enumerate(self.keepers):
-            kept = keeper.load(type(kinds.client))
+            kept = keeper.load(kinds.client)
             counted = self.server.counted.get(i, NEVER)
-            state = kept.next if kept.pending == counted else kept.state
+            state = kept.pending_state if kept.pending == counted else kept.committed_state
             assert (kept.pending if kept.pending == counted else kept.committed) == counted
             found.append(self.algo.init_client(self.server.problem.x0) if state is None else state)
         return found
@@ -181,7 +189,7 @@ def test_buffers_travel_and_are_averaged(tmp_path):
     world.task = class_task(sizes=SIZES, model=model)
     world.settings = Settings(rounds=3, **SETTINGS)
     world.parties = [Party(model, world.task.loss, pair, i) for i, pair in enumerate(world.task.pairs)]
-    world.keepers = [Keeper(tmp_path / "node", "test", i) for i in range(3)]
+    world.keepers = [ClientStore(tmp_path / "node", "test", i) for i in range(3)]
     world.start()
     while not world.server.over():
         world.round()
@@ -292,7 +300,7 @@ def test_a_request_that_was_overtaken_is_refused(tmp_path):
     old = world.messages()
     world.server.close()  # nobody answered in time
     world.round()
-    with pytest.raises(RefusedError, match="was asked for round 1 after it was asked for round 2") as caught:
+    with pytest.raises(RefusedError, match="received a request for round 1 after one for round 2") as caught:
         world.deliver(old[0])
     assert caught.value.kind == "stale"
     world.round()
@@ -325,7 +333,7 @@ def test_a_server_that_forgot_everything_is_refused(tmp_path):
     for path in (tmp_path / "server").iterdir():
         path.unlink()
     world.start()
-    with pytest.raises(RefusedError, match="an old message, or a server whose checkpoint was put back"):
+    with pytest.raises(RefusedError, match="an old message, or a server whose checkpoint was replaced"):
         world.deliver(world.messages()[0])
 
 
@@ -337,16 +345,17 @@ def request(round=3, attempt=1, counted=NEVER, generation=0):
 
 
 def test_pending_is_committed_or_dropped():
-    kept = after(Kept(), request(1), "one")
-    assert kept == Kept(0, Stamp(1, 1), NEVER, None, Stamp(1, 1), "one")
-    counted = reconcile(kept, request(2, counted=Stamp(1, 1)))
-    assert (counted.committed, counted.state, counted.pending) == (Stamp(1, 1), "one", None)
-    dropped = reconcile(kept, request(2))
-    assert (dropped.committed, dropped.state, dropped.pending) == (NEVER, None, None)
-    other_start = reconcile(after(counted, request(2), "two"), request(2, attempt=2, counted=Stamp(1, 1)))
-    assert other_start.state == "one"
-    anew = reconcile(kept, request(1, generation=1))
-    assert anew == Kept(1)
+    kept = with_pending(StoredState(), request(1), "one")
+    assert kept == StoredState(0, Stamp(1, 1), NEVER, None, Stamp(1, 1), "one")
+    counted = resolve_pending(kept, request(2, counted=Stamp(1, 1)))
+    assert (counted.committed, counted.committed_state, counted.pending) == (Stamp(1, 1), "one", None)
+    dropped = resolve_pending(kept, request(2))
+    assert (dropped.committed, dropped.committed_state, dropped.pending) == (NEVER, None, None)
+    two = with_pending(counted, request(2), "two")
+    other_start = resolve_pending(two, request(2, attempt=2, counted=Stamp(1, 1)))
+    assert other_start.committed_state == "one"
+    anew = resolve_pending(kept, request(1, generation=1))
+    assert anew == StoredState(1)
 
 
 # What the server refuses.
@@ -410,7 +419,7 @@ def test_a_client_checks_what_it_receives(tmp_path):
     ):
         with pytest.raises(RefusedError, match=said):
             world.deliver((asked, bad, buffers))
-    assert world.keepers[asked.request.client].load(tuple) == Kept()
+    assert world.keepers[asked.request.client].load(()) == StoredState()
 
 
 # Too few.
@@ -447,7 +456,7 @@ def test_the_state_of_a_client_is_checked_when_it_is_read(tmp_path):
     world = World(tmp_path, sampled=3, tracked=3)
     world.round()
     keeper = world.keepers[0]
-    kind = type(fadamgc.algorithm.example(world.algo, torch.zeros(1)).client)
+    kind = fadamgc.algorithm.example(world.algo, torch.zeros(1)).client
     assert keeper.load(kind).pending == Stamp(1, 1)
     (tensors,) = keeper.folder.glob("*.safetensors")
     data = bytearray(tensors.read_bytes())
@@ -457,18 +466,18 @@ def test_the_state_of_a_client_is_checked_when_it_is_read(tmp_path):
         keeper.load(kind)
     data[-1] ^= 1
     tensors.write_bytes(data)
-    other = Keeper(tmp_path / "node", "test", 5)
+    other = ClientStore(tmp_path / "node", "test", 5)
     keeper.folder.rename(other.folder)
     with pytest.raises(
         CheckpointError, match="holds the state of client 0 of experiment 'test', not of client 5"
     ):
         other.load(kind)
     with pytest.raises(InputError, match="it names a folder"):
-        Keeper(tmp_path, "../other", 0)
+        ClientStore(tmp_path, "../other", 0)
 
 
 def _hold(folder, ready, seconds):
-    with Keeper(folder, "test", 0).only_one():
+    with ClientStore(folder, "test", 0).locked():
         ready.set()
         time.sleep(seconds)
 
@@ -480,12 +489,12 @@ def test_two_processes_do_not_work_on_one_state(tmp_path):
     other.start()
     try:
         assert ready.wait(10)
-        with pytest.raises(RefusedError, match="still at work"), Keeper(tmp_path, "test", 0).only_one(0.2):
+        with pytest.raises(RefusedError, match="still at work"), ClientStore(tmp_path, "test", 0).locked(0.2):
             pass
     finally:
         other.kill()
         other.join()
-    with Keeper(tmp_path, "test", 0).only_one(5):  # who is killed lets go
+    with ClientStore(tmp_path, "test", 0).locked(5):  # who is killed lets go
         pass
 
 
@@ -577,7 +586,7 @@ def test_a_client_does_not_keep_a_state_that_is_not_finite(tmp_path):
     world.round()
     (asked, down, buffers), *_ = world.messages()
     i = asked.request.client
-    before = world.keepers[i].load(type(world.states()[i]))
+    before = world.keepers[i].load(world.states()[i])
     real = world.parties[i].round
 
     def overflow(*args):
@@ -587,7 +596,7 @@ def test_a_client_does_not_keep_a_state_that_is_not_finite(tmp_path):
     world.parties[i].round = overflow
     with pytest.raises(RefusedError, match="its round gave numbers that are not finite"):
         world.deliver((asked, down, buffers))
-    after_it = world.keepers[i].load(type(world.states()[i]))
+    after_it = world.keepers[i].load(world.states()[i])
     assert after_it.seen == before.seen
     assert after_it.pending == before.pending
 

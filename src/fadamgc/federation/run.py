@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from fadamgc.algorithm import AnyAlgorithm, example
+from fadamgc.bundle import LazyTensor, read_bundle, write_bundle
 from fadamgc.errors import CheckpointError, FadamgcError, InputError, cut, shown, whole
 from fadamgc.federation.client_states import ClientStates
 from fadamgc.federation.cost import CostModel, Work
 from fadamgc.federation.functions import Buffers
-from fadamgc.files import LazyTensor, read_bundle, write_bundle
 from fadamgc.flat import Flat
 from fadamgc.methods import algorithms, make_algorithm
 from fadamgc.task import Task

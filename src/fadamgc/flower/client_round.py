@@ -15,8 +15,8 @@ from fadamgc.federation.client_states import ClientStates
 from fadamgc.federation.problem import Buffers, Problem
 from fadamgc.federation.sampling import batches
 from fadamgc.federation.settings import Settings
-from fadamgc.flower.client_store import Keeper
-from fadamgc.flower.protocol import RefusedError, Reply, Request, after, reconcile
+from fadamgc.flower.client_store import ClientStore
+from fadamgc.flower.protocol import RefusedError, Reply, Request, resolve_pending, with_pending
 from fadamgc.sim.executors.base import Job, Round
 from fadamgc.sim.executors.loop import one
 from fadamgc.task import Loss, Pair, Task
@@ -84,7 +84,7 @@ class Party:
 
 def answer(
     party: Party,
-    keeper: Keeper,
+    keeper: ClientStore,
     algorithm: AnyAlgorithm,
     settings: Settings,
     request: Request,
@@ -100,18 +100,18 @@ def answer(
     kinds = example(algorithm, torch.zeros(1))
     first = request.stamp.round == 0  # the server wants the gradient at the first model
     _check(party, {"x": party.problem.x0} if first else _like(kinds.down, party), down, buffers)
-    with keeper.only_one():
-        kept = reconcile(keeper.load(type(kinds.client)), request)
+    with keeper.locked():
+        kept = resolve_pending(keeper.load(kinds.client), request)
         if first:
             g = party.gradient(down["x"], buffers, settings.seed)
             _check_finite(party, [g])
-            keeper.save(after(kept, request, algorithm.init_client(down["x"], g)))
+            keeper.save(with_pending(kept, request, algorithm.init_client(down["x"], g)))
             return Reply(*request[:4], {"g": g}, {}, 0.0, settings.passes(party.samples))
         message = type(kinds.down)(**down)
-        state = algorithm.init_client(message.x) if kept.state is None else kept.state
+        state = algorithm.init_client(message.x) if kept.committed_state is None else kept.committed_state
         result = party.round(algorithm, settings, request.stamp.round, message, buffers, state, tracked)
         _check_finite(party, [*result.state, *result.up, *result.buffers.values(), torch.tensor(result.loss)])
-        keeper.save(after(kept, request, result.state))
+        keeper.save(with_pending(kept, request, result.state))
     up = {
         name: value
         for name, value in result.up._asdict().items()

@@ -13,9 +13,11 @@ from flwr.clientapp import ClientApp
 from torch import nn
 
 from fadamgc.errors import FadamgcError, InputError
+from fadamgc.files import user_folder
 from fadamgc.flower.client_round import Party, answer
-from fadamgc.flower.client_store import Keeper
-from fadamgc.flower.protocol import RefusedError, show_log
+from fadamgc.flower.client_store import ClientStore
+from fadamgc.flower.logs import log_to_stdout
+from fadamgc.flower.protocol import RefusedError
 from fadamgc.flower.wire import Hello, hello_content, read_request, refusal_content, reply_content
 from fadamgc.task import Loss, Pair
 
@@ -42,7 +44,7 @@ def client_app(load: Callable[[Context], Local | tuple[nn.Module, Loss, Pair]]) 
     app = ClientApp()
 
     def party(context: Context) -> Party:
-        show_log()
+        log_to_stdout()
         return Party(*load(context), number(context))
 
     @app.query()
@@ -62,7 +64,7 @@ def client_app(load: Callable[[Context], Local | tuple[nn.Module, Loss, Pair]]) 
                 raise RefusedError(
                     "another client", f"this is client {one.client}, asked is client {work.request.client}"
                 )
-            keeper = Keeper(state_folder(context), work.request.experiment, one.client)
+            keeper = ClientStore(state_folder(context), work.request.experiment, one.client)
             reply = answer(
                 one,
                 keeper,
@@ -110,5 +112,4 @@ def state_folder(context: Context) -> Path:
     given = context.node_config.get("state-folder") or os.environ.get("FADAMGC_STATES")
     if given:
         return Path(str(given)).expanduser()
-    home = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-    return Path(home).expanduser() / "fadamgc"
+    return user_folder("state")

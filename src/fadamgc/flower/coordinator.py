@@ -30,17 +30,17 @@ from fadamgc.federation.sampling import Draw, draw
 from fadamgc.federation.settings import Settings
 from fadamgc.federation.sums import Sums
 from fadamgc.files import as_json
+from fadamgc.flower.client_store import check_experiment_name
 from fadamgc.flower.protocol import (
-    MOST_GENERATION,
+    MAX_GENERATION,
     NEVER,
     RefusedError,
     Reply,
     Request,
     Stamp,
-    check_name,
-    said,
+    describe,
 )
-from fadamgc.flower.server_store import Store
+from fadamgc.flower.server_store import ServerStore
 from fadamgc.methods import algorithm_name
 from fadamgc.task import Task
 
@@ -147,7 +147,7 @@ class Coordinator:
                 raise InputError(f"{name}={ratio!r} is not accepted; it must be a number > 1")
         if max_samples is not None:
             whole("max_samples", max_samples, 1)
-        check_name(experiment)
+        check_experiment_name(experiment)
         if settings.sampled is not None and min_clients > settings.sampled:
             raise InputError(
                 f"min_clients={min_clients} is not accepted; a round asks only sampled={settings.sampled}"
@@ -165,7 +165,7 @@ class Coordinator:
             max_size_ratio,
         )
         self.facts = dict(facts or {})
-        self.store = None if store is None else Store(store, whole("checkpoints", checkpoints, 1))
+        self.store = None if store is None else ServerStore(store, whole("checkpoints", checkpoints, 1))
         self.cost = cost or CostModel()
         self.cost.check(clients)
         self.problem = Problem(task, settings.dtype)
@@ -427,8 +427,8 @@ class Coordinator:
         ):
             refuse(
                 "another round",
-                f"it answers {said(reply.stamp)} of {reply.experiment!r}, asked was {said(request.stamp)} of "
-                f"{request.experiment!r}",
+                f"it answers {describe(reply.stamp)} of {reply.experiment!r}, asked was "
+                f"{describe(request.stamp)} of {request.experiment!r}",
             )
         if client in self._replies:
             refuse("twice", "it has already answered")
@@ -701,7 +701,7 @@ class Coordinator:
         }
         self.store.write(content, tensors)
 
-    def _restore(self, store: Store, content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    def _restore(self, store: ServerStore, content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Go on from a checkpoint."""
         here, there = as_json(self._belongs()), content["identity"]
         for key in {**here, **there}:
@@ -750,7 +750,7 @@ class Coordinator:
             )
         # Larger than any of this server's. The time is for a server whose checkpoint is gone: the number is
         # then likely to be larger than what clients have seen. Otherwise the clock may be wrong.
-        self.generation = max(self.generation + 1, min(int(time.time()), MOST_GENERATION // 2))
+        self.generation = max(self.generation + 1, min(int(time.time()), MAX_GENERATION // 2))
         self.counted, self.samples = {}, {}
         if self.server is not None:
             self.server = self.algorithm.init_server(self.server.x)

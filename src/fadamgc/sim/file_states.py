@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
+from fadamgc.bundle import tensor_bytes
 from fadamgc.errors import CheckpointError, UnwritableError
 from fadamgc.federation.client_states import ClientStates
-from fadamgc.files import private_folder, sync_folder, tensor_bytes
+from fadamgc.files import private_folder, sync_folder
 from fadamgc.runtime import memory
 from fadamgc.tree import leaves, map_leaves, rebuild
 
