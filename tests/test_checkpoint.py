@@ -119,8 +119,9 @@ def test_a_task_is_the_same_in_every_process():
     """Nothing in its fingerprint depends on the order of a set, which differs from process to process."""
     code = (
         "from problems import class_task, mlp; from torch import nn\n"
-        "from fadamgc.federation.problem import Problem\n"
-        "print(Problem(class_task(model=mlp(0, nn.BatchNorm1d(8)), sizes=(4, 8))).fingerprint)"
+        "from fadamgc.sim.resources import Resources\n"
+        "task = class_task(model=mlp(0, nn.BatchNorm1d(8)), sizes=(4, 8))\n"
+        "print(Resources().task_parts(task, None, None).fingerprint)"
     )
     seen = {
         subprocess.run(

@@ -16,7 +16,7 @@ import fadamgc
 from fadamgc.errors import CheckpointError, InputError
 from fadamgc.federation.settings import Settings
 from fadamgc.flower import server_store as store_module
-from fadamgc.flower.client_round import Party, answer
+from fadamgc.flower.client_round import LocalClient, handle_request
 from fadamgc.flower.client_store import ClientStore
 from fadamgc.flower.coordinator import Coordinator
 from fadamgc.flower.protocol import (
@@ -50,7 +50,8 @@ class World:
         self.settings = Settings(rounds=options.pop("rounds", 4), dtype=dtype, **SETTINGS | options)
         model = self.task.model.to(dtype)
         self.parties = [
-            Party(model, self.task.loss, (x.to(dtype), y), i) for i, (x, y) in enumerate(self.task.pairs)
+            LocalClient(model, self.task.loss, (x.to(dtype), y), i)
+            for i, (x, y) in enumerate(self.task.pairs)
         ]
         self.keepers = [ClientStore(folder / "node", "test", i) for i in range(self.n)]
         self.start()
@@ -68,8 +69,8 @@ class World:
     def messages(self, available=None):
         """What the server sends, with the wire's copy of it."""
         asked = self.server.ask(range(self.n) if available is None else available)
-        server, buffers = self.server.server, self.server.buffers
-        down = {"x": self.server.problem.x0} if server is None else self.algo.broadcast(server)._asdict()
+        buffers = self.server.buffers
+        down = self.server.message()
         return [(a, {k: v.clone() for k, v in down.items()}, dict(buffers)) for a in asked]
 
     def deliver(self, message, killed=None):
@@ -81,7 +82,9 @@ class World:
             keeper = SimpleNamespace(
                 load=keeper.load, locked=keeper.locked, save=lambda _: (_ for _ in ()).throw(Killed())
             )
-        reply = answer(self.parties[i], keeper, self.algo, self.settings, request, tracked, down, buffers)
+        reply = handle_request(
+            self.parties[i], keeper, self.algo, self.settings, request, tracked, down, buffers
+        )
         if killed == "after":
             raise Killed
         return reply
@@ -109,7 +112,7 @@ class World:
             counted = self.server.counted.get(i, NEVER)
             state = kept.pending_state if kept.pending == counted else kept.committed_state
             assert (kept.pending if kept.pending == counted else kept.committed) == counted
-            found.append(self.algo.init_client(self.server.problem.x0) if state is None else state)
+            found.append(self.algo.init_client(self.server.functions.x0) if state is None else state)
         return found
 
     def check(self):
@@ -145,7 +148,7 @@ def test_a_federation_gives_the_simulators_numbers(name, how, tmp_path):
     if algo.full_participation:
         options |= {"sampled": None, "tracked": None, "min_clients": len(SIZES)}
     world = World(tmp_path, algo, dtype=torch.float32, **options)
-    world.server.samples = dict(enumerate(SIZES))
+    world.server.members.samples = dict(enumerate(SIZES))
     world.setup()
     while not world.server.over():
         world.round()
@@ -166,7 +169,7 @@ def dataclass_without_time(record):
 def test_algorithms_that_begin_with_gradients_do(tmp_path):
     algo = fadamgc.FAdamGC(init="gradient")
     world = World(tmp_path, algo, weights="size")
-    world.server.samples = dict(enumerate(SIZES))
+    world.server.members.samples = dict(enumerate(SIZES))
     assert world.server.needs_setup
     world.messages()
     assert world.server.close() is None  # nobody answered: it is asked for again
@@ -188,7 +191,7 @@ def test_buffers_travel_and_are_averaged(tmp_path):
     world.folder, world.algo, world.options = tmp_path, fadamgc.FAdamGC(), {}
     world.task = class_task(sizes=SIZES, model=model)
     world.settings = Settings(rounds=3, **SETTINGS)
-    world.parties = [Party(model, world.task.loss, pair, i) for i, pair in enumerate(world.task.pairs)]
+    world.parties = [LocalClient(model, world.task.loss, pair, i) for i, pair in enumerate(world.task.pairs)]
     world.keepers = [ClientStore(tmp_path / "node", "test", i) for i in range(3)]
     world.start()
     while not world.server.over():
@@ -384,7 +387,7 @@ def test_pending_is_committed_or_dropped():
 )
 def test_what_is_not_as_asked_is_refused_and_changes_nothing(change, kind, tmp_path):
     world = World(tmp_path, sampled=3, tracked=3, max_norm=1e3)
-    world.server.samples = dict(enumerate(SIZES))
+    world.server.members.samples = dict(enumerate(SIZES))
     message = world.messages()[1]
     reply = world.deliver(message)
     before = world.server.server
@@ -605,20 +608,20 @@ def test_a_weight_does_not_change_under_way(tmp_path):
     world = World(tmp_path, weights="size")
     assert world.server.needs_all
     for i, size in enumerate(SIZES):
-        world.server.welcome(i, size)
+        world.server.admit(i, size)
     assert not world.server.needs_all
     with pytest.raises(RefusedError, match="client 1 has 200 samples, and had 20"):
-        world.server.welcome(1, 200)
-    assert world.server.samples[1] == 20
+        world.server.admit(1, 200)
+    assert world.server.members.samples[1] == 20
     world.round()
     world.start()
     with pytest.raises(RefusedError, match="client 1 has 200 samples, and had 20"):
-        world.server.welcome(1, 200)
+        world.server.admit(1, 200)
     world.start(reset_states=True)
-    world.server.welcome(1, 200)
+    world.server.admit(1, 200)
     free = World(tmp_path / "uniform")  # without weights, data may grow
-    free.server.welcome(1, 20)
-    free.server.welcome(1, 200)
+    free.server.admit(1, 20)
+    free.server.admit(1, 200)
 
 
 def test_what_belongs_to_an_experiment_is_its_model_and_its_data(tmp_path):

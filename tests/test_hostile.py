@@ -15,7 +15,7 @@ import torch
 import fadamgc
 from fadamgc.errors import CheckpointError, InputError
 from fadamgc.federation.settings import Settings
-from fadamgc.flower.client_round import Party
+from fadamgc.flower.client_round import LocalClient
 from fadamgc.flower.client_store import ClientStore
 from fadamgc.flower.coordinator import Scale
 from fadamgc.flower.protocol import RefusedError, Request, Stamp, StoredState, resolve_pending
@@ -463,7 +463,7 @@ def test_honest_clients_of_very_different_sizes_are_not_refused(tmp_path):
             {},
         )
         world.task, world.settings = task, Settings(rounds=6, sampled=sampled, **named)
-        world.parties = [Party(model, task.loss, pair, i) for i, pair in enumerate(task.pairs)]
+        world.parties = [LocalClient(model, task.loss, pair, i) for i, pair in enumerate(task.pairs)]
         world.keepers = [ClientStore(world.folder / "node", "test", i) for i in range(4)]
         world.start()
         assert all(world.round().dropped == () for _ in range(6))
@@ -489,7 +489,7 @@ def norm_world(tmp_path, rounds=6, **options):
     world.folder, world.algo, world.options = tmp_path, fadamgc.FAdamGC(eta_l=0.05), options
     world.task = class_task(sizes=SIZES, model=model)
     world.settings = Settings(rounds=rounds, dtype=None, **SETTINGS | {"sampled": 3, "tracked": 3})
-    world.parties = [Party(model, world.task.loss, pair, i) for i, pair in enumerate(world.task.pairs)]
+    world.parties = [LocalClient(model, world.task.loss, pair, i) for i, pair in enumerate(world.task.pairs)]
     world.keepers = [ClientStore(tmp_path / "node", "test", i) for i in range(3)]
     world.start()
     return world
@@ -559,8 +559,8 @@ def test_a_federation_of_a_16_bit_model_looks_at_the_test_loss(eval_every, tmp_p
 
 def test_a_loss_that_fails_on_the_test_data_is_an_error_with_a_reason(tmp_path):
     world = World(tmp_path, sampled=3, tracked=3, eval_every=100)
-    inputs, targets = world.server.problem.test
-    world.server.problem.test = inputs, targets + 1000
+    inputs, targets = world.server.functions.test
+    world.server.functions.test = inputs, targets + 1000
     with pytest.raises(InputError, match="model or loss failed on the test data"):
         world.round()
 
@@ -575,10 +575,10 @@ def test_what_a_killed_server_left_while_it_read_a_checkpoint_is_removed(tmp_pat
 
 def test_a_test_loss_that_never_was_finite_stops_nothing(tmp_path):
     world = World(tmp_path, sampled=3, tracked=3)
-    inputs, targets = world.server.problem.test
-    world.server.problem.test = inputs * float("nan"), targets
+    inputs, targets = world.server.functions.test
+    world.server.functions.test = inputs * float("nan"), targets
     assert world.round().dropped == ()
-    world.server.problem.test = inputs, targets
+    world.server.functions.test = inputs, targets
     world.round()
     world.check()
 
@@ -716,23 +716,23 @@ def test_a_client_cannot_give_itself_all_the_weight(tmp_path):
         refused = []
         for i in order:
             try:
-                world.server.welcome(i, says[i])
+                world.server.admit(i, says[i])
             except RefusedError as error:
                 refused.append(str(error))
-        assert world.server.samples == {0: 6, 1: 20}
+        assert world.server.members.samples == {0: 6, 1: 20}
         assert world.server.needs_all
         with pytest.raises(
             RefusedError, match="client 2 has 1000000000 samples, more than 100 times the median"
         ):
-            world.server.welcome(2, 10**9)
-        world.server.welcome(2, 11)
+            world.server.admit(2, 10**9)
+        world.server.admit(2, 11)
         assert not world.server.needs_all
     known = World(tmp_path / "known", max_samples=100)
     with pytest.raises(RefusedError, match="client 1 has 101 samples, more than max_samples=100"):
-        known.server.welcome(1, 101)
+        known.server.admit(1, 101)
     free = World(tmp_path / "free", weights="size", max_size_ratio=None)
     for i, size in enumerate((6, 20, 10**9)):
-        free.server.welcome(i, size)
+        free.server.admit(i, size)
     assert not free.server.needs_all
 
 

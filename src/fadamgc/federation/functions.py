@@ -145,7 +145,7 @@ class TaskFunctions:
 
     @torch.no_grad()
     def evaluate(self, x: Tensor, buffers: Mapping[str, Tensor], seed: int, t: int) -> dict[str, float]:
-        """Return loss, accuracy (where it is the metric) and metric on the test data; {} without test data."""
+        """Return loss, accuracy (if it is the metric) and metric on the test data; {} without test data."""
         if self.test is None:
             return {}
         inputs, targets = self.test

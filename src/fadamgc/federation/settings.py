@@ -151,7 +151,8 @@ class Settings:
         K = self.steps(max(sizes))
         if K > LARGEST_COUNT:
             raise InputError(
-                f"local_epochs={self.local_epochs} is {K} local steps of a client; at most {LARGEST_COUNT} can be made"
+                f"local_epochs={self.local_epochs} is {K} local steps of a client; at most {LARGEST_COUNT} "
+                "are possible"
             )
         if algorithm.full_participation:
             self._check_full_participation(n, sizes, type(algorithm).__name__)

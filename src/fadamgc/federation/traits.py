@@ -1,4 +1,4 @@
-"""Traits of a model that decide how it can be trained, each found by trying it or by looking at its layers."""
+"""Traits of a model that decide how it can be trained, found by trying it or by looking at its layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flower apps for the data sets that are known by name: ``examples/flower-digits`` and ``flower-sst2`` use them.
+"""Flower apps for the data sets that have names, as ``examples/flower-digits`` and ``flower-sst2`` use them.
 
 The config's ``data.`` keys are those of a spec's [task] (docs/specs.md), and ``data.data`` is the name. Each
 node gets the part that its ``partition-id`` has in the partition of the config's ``seed``: the same part that
@@ -10,7 +10,7 @@ from __future__ import annotations
 from flwr.app import Context
 
 from fadamgc.experiments.spec.toml_io import task_spec
-from fadamgc.flower.clientapp import Local, client_app, number
+from fadamgc.flower.clientapp import ClientSide, client_app, client_number
 from fadamgc.flower.serverapp import server_app
 from fadamgc.task import Task
 from fadamgc.tasks.build import build_task
@@ -24,10 +24,10 @@ def task(context: Context) -> Task:
     return build_task(spec, int(config.get("seed", 0)))
 
 
-def local(context: Context) -> Local:
+def local(context: Context) -> ClientSide:
     """Return model, loss and data of one client."""
     whole = task(context)
-    return Local(whole.model, whole.loss, whole.pairs[number(context)])
+    return ClientSide(whole.model, whole.loss, whole.pairs[client_number(context)])
 
 
 server = server_app(task)

@@ -27,7 +27,6 @@ from fadamgc.flower.wire import (
     request_content,
     to_array_record,
 )
-from fadamgc.tree import named_leaves
 
 log = logging.getLogger("fadamgc")
 
@@ -115,8 +114,7 @@ class Strategy(FlowerStrategy):
         del server_round, arrays, config, grid
         c = self.coordinator
         asked = c.ask(self.available)
-        first = c.needs_setup
-        down = {"x": c.problem.x0} if first else named_leaves(c.algorithm.broadcast(c.server))
+        down = c.message()
         buffers = dict(c.buffers)
         return [
             Message(
@@ -234,7 +232,7 @@ class Strategy(FlowerStrategy):
             except Exception as error:  # nothing that an untrusted node sends may end the run
                 self._reject(node, short_reason(error))
         for client in set(self.nodes) - set(
-            self.coordinator.samples
+            self.coordinator.members.samples
         ):  # their numbers of samples were refused
             self._reject(self.nodes.pop(client), f"client {client} has far more samples than the others")
 
@@ -303,9 +301,9 @@ class Strategy(FlowerStrategy):
                 f"it says that it is client {hello.client}, but node {other} has connected as that client; "
                 "give each node its own partition-id",
             )
-        self.coordinator.welcome(hello.client, hello.samples)
+        self.coordinator.admit(hello.client, hello.samples)
         if self.bind_clients:
-            self.coordinator.bind(hello.client, self._keys[node])
+            self.coordinator.members.bind(hello.client, self._keys[node])
         if other != node:
             log.info("client %d is node %d, with %d samples", hello.client, node, hello.samples)
         self._remove(node)

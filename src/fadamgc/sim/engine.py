@@ -142,8 +142,8 @@ class Engine:
             for name, tensor, other in zip(names(like), leaves(state), leaves(like), strict=True):
                 if (tensor.dtype, tensor.shape) != (other.dtype, other.shape):
                     raise CheckpointError(
-                        f"the checkpoint has a {owner}'s {name} of {tensor.dtype} {tuple(tensor.shape)}, this "
-                        f"version has {other.dtype} {tuple(other.shape)}; start again in another folder"
+                        f"the checkpoint has a {owner}'s {name} of {tensor.dtype} {tuple(tensor.shape)}, "
+                        f"this version {other.dtype} {tuple(other.shape)}; start again in another folder"
                     )
         if clients.n != len(self.data):
             raise CheckpointError(f"the checkpoint has n={clients.n} clients, the task has {len(self.data)}")

@@ -73,8 +73,9 @@ def simulate(
         eval_every: rounds between two evaluations; the last round is always evaluated.
         target: stop as soon as the metric reaches this value.
         on_nonfinite: "error", or "drop" to skip a client whose update is not finite; its state does not
-            change and the record names it. A NonFiniteError ends the run in both cases if the server's state is
-            not finite, and with "drop" if more than half of all clients were dropped and none was left.
+            change and the record names it. In both cases a NonFiniteError ends the run if the server's
+            state is not finite; with "drop" also if more than half of all clients were dropped and none
+            was left.
         cost: how rounds are priced; a finished run can be priced again.
         dtype: type of model and data; None is the model's. With a 16-bit type, gradients are computed in that
             type, and x, the clients' states and all that is sent and added are float32.

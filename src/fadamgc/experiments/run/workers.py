@@ -42,9 +42,11 @@ from fadamgc.experiments.spec.sections import PicturesTask, TextTask
 from fadamgc.federation.run import Run
 from fadamgc.files import remove_leftovers
 from fadamgc.runtime import one_thread
-from fadamgc.sim.engine import Engine, Hooks, Makers, RoundEnd, prepare, simulate
+from fadamgc.sim.engine import RoundEnd
 from fadamgc.sim.executors.machine_code import compiler
-from fadamgc.sim.many import Share, advance
+from fadamgc.sim.many import run_together
+from fadamgc.sim.resources import Resources
+from fadamgc.sim.simulate import StartedRun, simulate, start_from
 from fadamgc.task import Task
 from fadamgc.tasks.build import build_task
 from fadamgc.trackers import chosen
@@ -104,8 +106,8 @@ def arguments(planned: PlannedRun, task: Task | None = None) -> dict[str, Any]:
 
 
 def start(
-    planned: PlannedRun, callback: Callable[[RoundEnd], object], make: Makers, warn: Warn
-) -> tuple[Engine, Hooks]:
+    planned: PlannedRun, callback: Callable[[RoundEnd], object], resources: Resources, warn: Warn
+) -> StartedRun:
     """Start a run before its first round, or where its checkpoint is.
 
     A checkpoint of other settings is removed; one that cannot be read is moved aside, with a warning.
@@ -124,10 +126,9 @@ def start(
         "checkpoint": checkpoint,
         "checkpoint_every": CHECKPOINT_EVERY,
         "resume": True,
-        "make": make,
     }
     try:
-        return prepare(**given)
+        return start_from(given, resources)
     except OtherRunError:
         shutil.rmtree(checkpoint, ignore_errors=True)
     except CheckpointInUseError:
@@ -136,7 +137,7 @@ def start(
         if is_system_error(error):
             raise
         warn(f"{error}; moved to {move_aside(checkpoint)}, and {planned.name} starts from round 1")
-    return prepare(**given)
+    return start_from(given, resources)
 
 
 def is_done(planned: PlannedRun, warn: Warn) -> bool:
@@ -233,14 +234,14 @@ def execute(
         shutil.rmtree(job.folder / CHECKPOINT, ignore_errors=True)
         outcomes[i] = Outcome(len(run.history), run.history[-1].test_metric)
 
-    share = Share()
+    resources = Resources()
     try:
         with torch.inference_mode(False), ExitStack() as stack:
             started = []
             for i, job in enumerate(jobs):
-                started.append(start(job, partial(callback, i), share.makers, warn))
-                stack.callback(started[-1][0].close)
-            advance(started, finished=finished)
+                started.append(start(job, partial(callback, i), resources, warn))
+                stack.callback(started[-1].engine.close)
+            run_together(started, finished=finished)
     except (OSError, UnwritableError) as error:  # a full disk, most likely; the last checkpoints are there
         folder = jobs[0].folder.parent
         message = (

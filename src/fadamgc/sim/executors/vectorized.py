@@ -177,7 +177,7 @@ class VectorizedExecutor:
     def _steps(
         self, math: BlockMath, kind: _Kind, inputs: Inputs, progress: Progress, batches: Batch, part: int
     ) -> Progress:
-        """Take a step for each of the batches. Compiled steps write into ``progress``; others make a new one."""
+        """Take a step for each batch. Compiled steps write into ``progress``; others return a new one."""
         series = leaves(batches)
         shapes = [None if t is None else t.shape[2:] for t in batches]
         if not self._compile:
