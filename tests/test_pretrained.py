@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 
-import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -106,7 +105,7 @@ def test_a_tokenizer_of_another_model_is_refused(bases, own):
     gpt2 = load_base(bases["gpt2"], 2, seed=0).tokenizer
     refused("the tokenizer has 50257 tokens and base=", bases["bert"], own, tokenizer=gpt2)
     refused(
-        "tokenizer='bert' is not accepted; give one of transformers'", bases["bert"], own, tokenizer="bert"
+        "tokenizer='bert' is not accepted; give one of transformers", bases["bert"], own, tokenizer="bert"
     )
 
 
@@ -276,7 +275,11 @@ def test_adapters_are_a_lora_config(bases, own):
 def test_patterns_do_not_know_layers(bases, own):
     adapters = lora(4, "all-linear")
     refused(
-        "does not go with target_modules='all-linear'", bases["bert"], own, adapters=adapters, upper_layers=1
+        "cannot be combined with target_modules='all-linear'",
+        bases["bert"],
+        own,
+        adapters=adapters,
+        upper_layers=1,
     )
 
 
@@ -325,14 +328,13 @@ def test_every_text_of_a_pair_has_room(bases, tmp_path):
 
 def test_the_texts_of_a_pair_are_apart_for_a_decoder(bases):
     tokenizer = load_base(bases["gpt2"], 2, seed=0).tokenizer
-    pair = texts.Texts(["good film"], ["bad film"], np.zeros(1, dtype=np.int64))
-    assert tokenizer.decode(encode(tokenizer, pair, 16)[0, 0]) == "good film\nbad film"
+    assert tokenizer.decode(encode(tokenizer, ["good film"], ["bad film"], 16)[0, 0]) == "good film\nbad film"
 
 
 def test_lower_layers_that_do_not_fit_into_memory_are_refused(bases, own, monkeypatch):
     monkeypatch.setattr("fadamgc.models.text.memory", lambda: 1000)
     refused(
-        "upper_layers=1: what comes out of the layers below, for 4 texts", bases["bert"], own, upper_layers=1
+        "upper_layers=1: the outputs of the layers below, for 4 texts", bases["bert"], own, upper_layers=1
     )
     assert runtime.memory() > 1000
 
@@ -356,7 +358,7 @@ def test_lower_layers_that_do_not_fit_into_memory_are_refused(bases, own, monkey
         (TEXTS.encode(), {"columns": "review"}, "there is no column 'review'; it has text, label"),
         (TEXTS.encode(), {"columns": ("text",) * 3}, "give one column of texts, or two"),
         (TEXTS.encode(), {"test": "nothing.csv"}, "test='nothing.csv' does not exist"),
-        (TEXTS.encode(), {"test": "/"}, "test='/' is no file"),
+        (TEXTS.encode(), {"test": "/"}, "test='/' is not a file"),
         (TEXTS.encode(), {"length": 2.5}, "length=2.5 is not accepted"),
         (TEXTS.encode(), {"length": None}, "length=None is not accepted"),
         (TEXTS.encode(), {"upper_layers": 1.5}, "upper_layers=1.5 is not accepted"),

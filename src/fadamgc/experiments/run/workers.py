@@ -44,8 +44,8 @@ from fadamgc.errors import (
 from fadamgc.experiments.spec.sections import (
     CostSpec,
     CustomTask,
+    ImageTask,
     MethodSpec,
-    PicturesTask,
     RunSpec,
     Spec,
     TaskSpec,
@@ -348,7 +348,7 @@ def execute(jobs: Sequence[Job], on_round: Callable[[int], bool], warn: Warn = l
 def in_groups(jobs: Sequence[Job], workers: int) -> list[list[int]]:
     """Numbers of jobs that go to a process together: of one method, and enough groups for all processes."""
     most = max(1, min(TOGETHER, -(-len(jobs) // (3 * workers))))
-    if any(isinstance(job.task, PicturesTask | TextTask) for job in jobs):
+    if any(isinstance(job.task, ImageTask | TextTask) for job in jobs):
         most = 1  # they would share nothing, and each has its data in memory
     groups: list[list[int]] = []
     for _, alike in groupby(range(len(jobs)), key=lambda i: jobs[i].method.algorithm):
