@@ -53,13 +53,10 @@ def load(root: Path | None = None) -> Har:
             raise InputError(f"{path}: {name!r} is of {array.dtype}; it must be of {accepted}")
         if not np.isfinite(array).all():
             raise InputError(f"{path}: {name!r} has numbers that are not finite; download it again")
-    y = arrays["y"].astype(np.int64)
+    x, y, subject, is_test = (arrays[name] for name in SHAPES)
+    y = y.astype(np.int64)
     wrong = np.flatnonzero((y < 0) | (y >= 6))
     if len(wrong):
         raise InputError(f"{path}: row {wrong[0]} has y={y[wrong[0]]}; there are 6 classes, 0 to 5")
-    return Har(
-        torch.from_numpy(arrays["x"].astype(np.float32)),
-        torch.from_numpy(y),
-        torch.from_numpy(arrays["subject"].astype(np.int64)),
-        torch.from_numpy(arrays["is_test"].astype(bool)),
-    )
+    columns = (x.astype(np.float32), y, subject.astype(np.int64), is_test.astype(bool))
+    return Har(*map(torch.from_numpy, columns))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,9 +34,7 @@ class Texts(NamedTuple):
         return Texts([self.first[i] for i in numbers], second, self.y[numbers])
 
 
-def load(
-    name: str, split: str, root: Path | None = None, progress: Callable[[int], object] = lambda _: None
-) -> Texts:
+def load(name: str, split: str, root: Path | None = None) -> Texts:
     """Read one part of a known data set.
 
     From newsgroup posts, headers, footers and quoted text are removed because they reveal the label; posts
@@ -46,13 +44,11 @@ def load(
         name: of the data set.
         split: "train" or "test".
         root: the data root; None is ``data_root()``.
-        progress: called with the number of rows that have been read.
     """
     source, files = files_of_kind(name, "texts", split, root)
     rows = read_parquet(files, (*source.inputs, source.label))
     newsgroups = name == "20_newsgroups"  # some posts of its copies are already empty
-    place = files[0].parent
-    texts = _collect(rows, source.inputs, source.label, place, source.classes, newsgroups, progress)
+    texts = _collect(rows, source.inputs, source.label, files[0].parent, source.classes, newsgroups)
     return without_headers(texts) if newsgroups else texts
 
 
@@ -87,7 +83,6 @@ def _collect(
     place: Path,
     classes: int | None = None,
     skip_empty: bool = False,
-    progress: Callable[[int], object] = lambda _: None,
 ) -> Texts:
     """Return the texts of all rows; refuse or skip rows with an empty text."""
     parts: list[list[str]] = [[] for _ in columns]
@@ -104,7 +99,6 @@ def _collect(
                     raise InputError(f"{rows.file}: row {row} has an empty text in {column!r}")
             part += values
         labels.append(y)
-        progress(len(parts[0]))
     if not parts[0]:
         raise InputError(f"{place}: there are no rows of texts; is it the right one?")
     return Texts(parts[0], parts[1] if len(parts) > 1 else None, np.concatenate(labels))

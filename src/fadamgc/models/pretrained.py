@@ -40,14 +40,6 @@ class Base(NamedTuple):
     positions: int | None  # largest number of tokens per text; None: no limit
 
 
-class Classifier(NamedTuple):
-    """A classifier of transformers, without adapters."""
-
-    model: Any
-    tokenizer: Any
-    fresh: tuple[str, ...]  # weights that the base model does not have, which must be trained
-
-
 def base_folder(base: str | Path) -> str:
     """Return the folder of a base model, or its name on the hub."""
     if str(base) in PACKAGED:
@@ -140,7 +132,8 @@ def _base(net: Any, model: Any, tokenizer: Any) -> Base:
 
 def _classifier(
     base: str | Path, classes: int, tokenizer: Any = None, dropout: float | None = None
-) -> Classifier:
+) -> tuple[Any, Any, list[str]]:
+    """Return a classifier of transformers, its tokenizer, and the weights that the base model lacks."""
     from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
     folder = base_folder(base)
@@ -174,7 +167,7 @@ def _classifier(
             f"{unusable}: there are no weights that fit for {len(lost)} parts of a {config.model_type} "
             f"model, such as {min(lost)}; are config.json and the weights of the same model?"
         )
-    return Classifier(model, tokenizer, tuple(sorted(fresh)))
+    return model, tokenizer, sorted(fresh)
 
 
 def _with_padding(base: str | Path, tokenizer: Any, vocabulary_size: int | None) -> Any:

@@ -70,12 +70,7 @@ def resnet8(
 ) -> nn.Module:
     """Make a residual network of laptop size: three stages of one block each, with the CIFAR stem.
 
-    Args:
-        channels: colour channels of an image.
-        outputs: numbers per output.
-        norm: "group" or "batch", as in ``resnet18``.
-        width: channels of the first stage; each stage has twice those of the previous one.
-        seed: of the initial weights; the same seed gives the same weights.
+    The arguments are those of ``resnet18``.
 
     >>> sum(p.numel() for p in resnet8(seed=0).parameters())
     78042
