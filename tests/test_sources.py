@@ -130,7 +130,7 @@ def test_images_are_decoded_once_and_read_from_disk_afterwards(folders, monkeypa
     monkeypatch.undo()
 
 
-def test_other_files_are_decoded_anew(folders):
+def test_changed_files_are_decoded_again(folders):
     sets.cifar10(folders)
     images.load("cifar10", "train")
     sets.cifar10(folders, train=30)
@@ -208,7 +208,7 @@ def damaged(folders, **changes):
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"labels": [0, 1, 10, 2]}, r"row 2 has label=10; there are 10 classes"),
         ({"labels": [0, -1, 1, 2]}, r"row 1 has label=-1"),
@@ -222,9 +222,9 @@ def damaged(folders, **changes):
         ({"side": 16}, r"row 0 is 16x16; those of cifar10 are 32x32"),
     ],
 )
-def test_a_bad_row_is_named_with_its_file(folders, changes, said):
+def test_a_bad_row_is_named_with_its_file(folders, changes, message):
     path = damaged(folders, **changes)
-    with pytest.raises(InputError, match=said) as error:
+    with pytest.raises(InputError, match=message) as error:
         images.load("cifar10", "train")
     assert str(path) in str(error.value)
 
@@ -244,12 +244,12 @@ def test_a_byte_that_changed_does_not_go_unnoticed_or_is_harmless(folders):
     right = np.array(images.load("cifar10", "train").x)
     for at in range(10, len(whole), len(whole) // 20):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :])
-        said = None
+        message = None
         try:
             shape = images.load("cifar10", "train").x.shape
         except InputError as error:
-            said = str(error)
-        assert shape == right.shape if said is None else str(path) in said
+            message = str(error)
+        assert shape == right.shape if message is None else str(path) in message
 
 
 # HAR
@@ -369,6 +369,7 @@ def test_images_are_normalised_and_changed_only_while_training():
     layer = ImageInput(mean, std, augment="crop-flip").eval()
     wanted = (x / 255 - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None]
     torch.testing.assert_close(layer(x), wanted, rtol=1e-4, atol=1e-5)
+    assert repr(layer) == "PictureInput()"  # part of the fingerprint in checkpoints of earlier versions
     torch.manual_seed(0)
     changed = layer.train()(x)
     assert changed.shape == wanted.shape
@@ -382,7 +383,7 @@ def test_images_are_normalised_and_changed_only_while_training():
 
 
 @pytest.mark.parametrize(
-    ("table", "said"),
+    ("table", "message"),
     [
         ({"model": "vgg"}, "model"),
         ({"shrink": 3}, "shrink=3 is not accepted"),
@@ -393,8 +394,8 @@ def test_images_are_normalised_and_changed_only_while_training():
         ({"hidden": (3,)}, "has no key 'hidden'"),
     ],
 )
-def test_a_bad_task_of_images_is_refused(table, said):
-    with pytest.raises(InputError, match=said):
+def test_a_bad_task_of_images_is_refused(table, message):
+    with pytest.raises(InputError, match=message):
         task_spec(data="cifar10", **table)
 
 
@@ -491,10 +492,10 @@ def test_a_data_set_is_downloaded_into_the_layout_that_is_read(folders, tmp_path
     here = sets.cifar10(tmp_path / "there")
     known = source("cifar10")
     local = type(known)(**{**vars(known), "hub": str(here / "cifar10")})
-    said = []
-    folder = get(local, said.append)
+    message = []
+    folder = get(local, message.append)
     assert folder == folders / "cifar10"
-    assert len(said) == 2
+    assert len(message) == 2
     ours = images.load("cifar10", "train")
     theirs = images.load("cifar10", "train", root=here)
     assert np.array_equal(ours.x, theirs.x)

@@ -391,7 +391,7 @@ def test_own_texts_are_read_from_parquet_as_from_csv(tmp_path, data):
 
 
 @pytest.mark.parametrize(
-    ("content", "options", "said"),
+    ("content", "options", "message"),
     [
         ("text,label\ngood,1\n", {"columns": ("review",)}, "there is no column 'review'; it has text, label"),
         ("text,label\ngood,1\n  ,0\n", {}, "row 1 has an empty text in 'text'"),
@@ -411,12 +411,12 @@ def test_own_texts_are_read_from_parquet_as_from_csv(tmp_path, data):
         (None, {}, "does not exist"),
     ],
 )
-def test_bad_texts_are_refused(bases, tmp_path, monkeypatch, content, options, said):
+def test_bad_texts_are_refused(bases, tmp_path, monkeypatch, content, options, message):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # it would try for half a minute
     path = tmp_path / "own.csv"
     if content is not None:
         path.write_text(content)
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=message):
         tasks.text(**({"base": bases["bert"], "data": path, "clients": 1, "alpha": None} | options))
 
 
@@ -425,7 +425,7 @@ def test_targets_that_match_nothing_are_refused(bases, data):
         task_of(bases["bert"], data, adapters=lora(4, ["nothing"]))
 
 
-def test_a_label_of_the_test_data_that_is_no_class_is_refused(bases, tmp_path, data):
+def test_a_label_of_the_test_data_that_is_not_a_class_is_refused(bases, tmp_path, data):
     test = tmp_path / "test.csv"
     test.write_text("text,label\ngood,0\nbad,7\n")
     with pytest.raises(InputError, match=r"row 1 has label=7; there are 2 classes, .* classes="):
@@ -522,9 +522,9 @@ def test_a_run_leaves_an_adapter_that_peft_alone_reads(bases, folders, tmp_path,
     )
     with torch.no_grad():
         alone = torch.softmax(net(**tokenizer("a lovely film", return_tensors="pt")).logits[0], 0)
-    said = predict(folder, "a lovely film")
-    assert list(said) in (["negative", "positive"], ["positive", "negative"])
-    torch.testing.assert_close(torch.tensor([said["negative"], said["positive"]]), alone)
+    shares = predict(folder, "a lovely film")
+    assert list(shares) in (["negative", "positive"], ["positive", "negative"])
+    torch.testing.assert_close(torch.tensor([shares["negative"], shares["positive"]]), alone)
     trained = dict(run.model.named_parameters())
     saved = dict(net.named_parameters())
     for name in Problem(task).flat.names:
