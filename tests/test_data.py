@@ -1,4 +1,4 @@
-"""Partitions, their picture, and the data sources that need no download."""
+"""Partitions, their plot, and the data sources that need no download."""
 
 import os
 import subprocess
@@ -19,16 +19,16 @@ from matplotlib.patches import Rectangle
 
 from fadamgc.data import Partition, digits, dirichlet, iid, natural, partition, shards, synthetic
 from fadamgc.errors import InputError
-from fadamgc.experiments.report import label_plot as picture
+from fadamgc.experiments.report import label_plot
 
 BALANCED = np.repeat(np.arange(10), 100)
 
 
 def assert_each_sample_once(split: Partition, count: int) -> None:
     assert sorted(np.concatenate(split.indices).tolist()) == list(range(count))
-    for own in split.indices:
-        assert own.dtype == np.int64
-        assert (np.diff(own) > 0).all()
+    for samples in split.indices:
+        assert samples.dtype == np.int64
+        assert (np.diff(samples) > 0).all()
 
 
 def same(a: Partition, b: Partition) -> bool:
@@ -219,19 +219,19 @@ LABELS = [0, 1, 2, 0, 1]
     ("call", "message"),
     [
         (lambda: dirichlet(LABELS, 3, 0.1, 0, min_size=2), r"5 samples; clients=3 with min_size=2 .* 6"),
-        (lambda: dirichlet(LABELS, 2, 0.0, 0), r"alpha=0\.0; .* > 0"),
-        (lambda: dirichlet(LABELS, 2, -1, 0), r"alpha=-1; "),
-        (lambda: dirichlet(LABELS, 2, float("nan"), 0), "alpha=nan; "),
-        (lambda: dirichlet(LABELS, 2, float("inf"), 0), "alpha=inf; "),
-        (lambda: dirichlet(LABELS, 2, "0.1", 0), "alpha='0.1'; "),  # type: ignore[arg-type]
-        (lambda: dirichlet(LABELS, 0, 0.1, 0), r"clients=0; .* >= 1"),
-        (lambda: dirichlet(LABELS, 2.0, 0.1, 0), r"clients=2\.0; .* integers"),  # type: ignore[arg-type]
-        (lambda: dirichlet(LABELS, True, 0.1, 0), "clients=True; "),
-        (lambda: dirichlet(LABELS, 2, 0.1, 0, min_size=0), r"min_size=0; .* >= 1"),
-        (lambda: dirichlet(LABELS, 2, 0.1, 0, retries=0), r"retries=0; .* >= 1"),
-        (lambda: dirichlet(LABELS, 2, 0.1, -1), r"seed=-1; .* >= 0"),
+        (lambda: dirichlet(LABELS, 2, 0.0, 0), r"alpha=0\.0 is not accepted; .* > 0"),
+        (lambda: dirichlet(LABELS, 2, -1, 0), "alpha=-1 is not"),
+        (lambda: dirichlet(LABELS, 2, float("nan"), 0), "alpha=nan is not"),
+        (lambda: dirichlet(LABELS, 2, float("inf"), 0), "alpha=inf is not"),
+        (lambda: dirichlet(LABELS, 2, "0.1", 0), "alpha='0.1' is not"),  # type: ignore[arg-type]
+        (lambda: dirichlet(LABELS, 0, 0.1, 0), r"clients=0 is not accepted; .* >= 1"),
+        (lambda: dirichlet(LABELS, 2.0, 0.1, 0), r"clients=2\.0 is not accepted; .* whole"),  # type: ignore[arg-type]
+        (lambda: dirichlet(LABELS, True, 0.1, 0), "clients=True is not"),
+        (lambda: dirichlet(LABELS, 2, 0.1, 0, min_size=0), r"min_size=0 is .* >= 1"),
+        (lambda: dirichlet(LABELS, 2, 0.1, 0, retries=0), r"retries=0 is .* >= 1"),
+        (lambda: dirichlet(LABELS, 2, 0.1, -1), r"seed=-1 is .* >= 0"),
         (lambda: dirichlet([LABELS], 2, 0.1, 0), r"labels has shape \(1, 5\)"),
-        (lambda: dirichlet([[0], [1, 2]], 2, 0.1, 0), "labels is no array"),
+        (lambda: dirichlet([[0], [1, 2]], 2, 0.1, 0), "labels is not an array"),
         (lambda: dirichlet([], 2, 0.1, 0), r"labels has shape \(0,\)"),
         (lambda: dirichlet([0.5, 1.0], 2, 0.1, 0), "labels has dtype float64"),
         (lambda: dirichlet(torch.tensor([True, False]), 2, 0.1, 0), "labels has dtype bool"),
@@ -247,23 +247,26 @@ LABELS = [0, 1, 2, 0, 1]
         (lambda: natural(np.array(["a", None], dtype=object)), "groups cannot be sorted"),
         (lambda: iid(4, 2, 0).counts(LABELS), "labels has 5 samples; .* 4"),
         (lambda: digits.load(validation=-0.1), r"validation=-0\.1"),
-        (lambda: digits.load(validation=0.001), r"validation=0\.001; .* 0\.01"),
-        (lambda: digits.load(validation=1.0), r"validation=1\.0; .* 0\.99"),
+        (lambda: digits.load(validation=0.001), r"validation=0\.001 is .* 0\.01"),
+        (lambda: digits.load(validation=1.0), r"validation=1\.0 is .* 0\.99"),
         (lambda: synthetic.quadratics(clients=0), "clients=0"),
         (lambda: synthetic.quadratics(dim=0), "dim=0"),
-        (lambda: synthetic.quadratics(condition=0.5), r"condition=0\.5; .* >= 1"),
+        (lambda: synthetic.quadratics(condition=0.5), r"condition=0\.5 is .* >= 1"),
         (lambda: synthetic.quadratics(spread=-1.0), r"spread=-1\.0"),
         (lambda: synthetic.linear_regression(samples=0), "samples=0"),
-        (lambda: synthetic.linear_regression(samples=(5, 2)), r"samples=\(5, 2\); .* low <= high"),
+        (lambda: synthetic.linear_regression(samples=(5, 2)), r"samples=\(5, 2\) is .* low <= high"),
         (lambda: synthetic.linear_regression(samples=(1, 2, 3)), r"samples=\(1, 2, 3\)"),  # type: ignore[arg-type]
         (lambda: synthetic.linear_regression(clients=2, dim=9, samples=4), "samples=4 .* dim=9"),
         (lambda: synthetic.linear_regression(noise=float("nan")), "noise=nan"),
         (lambda: synthetic.linear_regression(heterogeneity=-1.0), r"heterogeneity=-1\.0"),
-        (lambda: picture.label_figure([1, 2]), r"counts has shape \(2,\)"),
-        (lambda: picture.label_figure([[1, -2]]), "counts has .* minimum -2"),
-        (lambda: picture.label_figure([[1.5, 2.0]]), "counts has dtype float64"),
-        (lambda: picture.label_figure([[1, 2]], ["one"]), "class_names has 1 names; counts has 2 classes"),
-        (lambda: picture.save_label_picture([[1, 2]], "labels.txt"), r"path='labels\.txt' ends in '\.txt'"),
+        (lambda: label_plot.label_figure([1, 2]), r"counts has shape \(2,\)"),
+        (lambda: label_plot.label_figure([[1, -2]]), "counts has .* minimum -2"),
+        (lambda: label_plot.label_figure([[1.5, 2.0]]), "counts has dtype float64"),
+        (lambda: label_plot.label_figure([[1, 2]], ["one"]), "class_names has 1 names; counts has 2 classes"),
+        (
+            lambda: label_plot.save_label_picture([[1, 2]], "labels.txt"),
+            r"path='labels\.txt' ends in '\.txt'",
+        ),
     ],
 )
 def test_errors_name_the_field_and_the_value(call: Callable[[], object], message: str) -> None:
@@ -368,7 +371,7 @@ def test_regression_sizes_stay_in_the_range() -> None:
 def test_the_picture_is_a_legible_png(tmp_path: Path, clients: int, classes: int) -> None:
     counts = np.random.default_rng(0).poisson(2.0, (clients, classes))
     counts[0] = 0  # an empty client has no shares
-    path = picture.save_label_picture(counts, tmp_path / "new" / "labels.png", title="a note " * 40)
+    path = label_plot.save_label_picture(counts, tmp_path / "new" / "labels.png", title="a note " * 40)
     assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     height, width, _ = imread(path).shape
     assert 600 <= height <= 1000
@@ -377,7 +380,7 @@ def test_the_picture_is_a_legible_png(tmp_path: Path, clients: int, classes: int
 
 
 def test_the_bars_are_the_sizes_and_the_shares() -> None:
-    figure = picture.label_figure([[3, 1], [0, 5]], ["_cat", "$x^$"], title="$^$")
+    figure = label_plot.label_figure([[3, 1], [0, 5]], ["_cat", "$x^$"], title="$^$")
     top, bottom = figure.axes
     assert [bar.get_bbox().height for bar in top.patches if isinstance(bar, Rectangle)] == [4, 5]
     assert [text.get_text() for text in top.texts] == ["4", "5"]
@@ -397,18 +400,18 @@ def test_the_bars_are_the_sizes_and_the_shares() -> None:
 def test_the_heatmap_has_the_largest_client_first() -> None:
     counts = np.ones((70, 2), dtype=int)
     counts[41] = [9, 0]
-    _, bottom, _ = picture.label_figure(counts, ["a", "b" * 99]).axes
+    _, bottom, _ = label_plot.label_figure(counts, ["a", "b" * 99]).axes
     shares = bottom.images[0].get_array()
     assert shares is not None
     assert shares.shape == (2, 70)
     assert shares[:, 0].tolist() == [1, 0]
     assert shares[:, 1].tolist() == [0.5, 0.5]
-    assert len(bottom.get_yticklabels()[1].get_text()) == picture.LONGEST_NAME
+    assert len(bottom.get_yticklabels()[1].get_text()) == label_plot.LONGEST_NAME
 
 
 @pytest.mark.parametrize("classes", [20, 21])
 def test_many_classes_have_a_colour_bar_instead_of_a_legend(classes: int) -> None:
-    figure = picture.label_figure(np.ones((5, classes), dtype=int))
+    figure = label_plot.label_figure(np.ones((5, classes), dtype=int))
     assert len(figure.legends) == (classes == 20)
     assert len(figure.axes) == 2 + (classes == 21)
 
@@ -422,7 +425,7 @@ def test_a_picture_that_fails_leaves_the_old_one(tmp_path: Path) -> None:
         raise OSError("disk full")
 
     with mock.patch.object(Figure, "savefig", full_disk), pytest.raises(OSError, match="disk full"):
-        picture.save_label_picture([[1, 2]], path)
+        label_plot.save_label_picture([[1, 2]], path)
     assert path.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["labels.png"]
 

@@ -95,7 +95,7 @@ def test_schedules(schedule, message):
         )
 
 
-def test_something_that_is_no_algorithm():
+def test_something_that_is_not_an_algorithm():
     with pytest.raises(fadamgc.InputError, match="algorithm='fadamgc' is not an algorithm"):
         fadamgc.simulate("fadamgc", class_task(), rounds=1)  # type: ignore[arg-type]
 
@@ -390,7 +390,7 @@ def test_labels_of_sequences_are_checked_too():
 
 
 @pytest.mark.parametrize("answer", [None, torch.ones(3), "good"])
-def test_a_metric_that_is_no_number_is_refused_before_any_work(answer):
+def test_a_metric_that_is_not_a_number_is_refused_before_any_work(answer):
     task = class_task(metric=lambda output, target: answer)
     with pytest.raises(fadamgc.InputError, match="metric=.* must return a number"):
         fadamgc.simulate(fadamgc.FedAvg(), task, **GOOD, callbacks=[lambda end: pytest.fail("too late")])

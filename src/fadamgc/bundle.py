@@ -154,7 +154,7 @@ def read_bundle(
         digest = _digest({key: value for key, value in content.items() if key != "sha256"})
     except (FileNotFoundError, NotADirectoryError):
         others = sorted(other.name for other in folder.glob("*.json"))
-        hint = f"; the folder holds {', '.join(others)}" if others else ""
+        hint = f"; the folder has {', '.join(others)}" if others else ""
         raise CheckpointError(f"{path} does not exist{hint}") from None
     except RecursionError:
         raise CheckpointError(f"{path} cannot be read (nested too deeply); it is damaged") from None

@@ -12,7 +12,7 @@ import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -165,43 +165,31 @@ def unwritable(path: Path, error: OSError | ValueError) -> UnwritableError:
     return UnwritableError(f"{cut(str(path))} cannot be written: {error.strerror or error}")
 
 
-class FolderLock:
-    """An exclusive lock on a folder, from its creation until ``release`` or the end of a ``with`` block."""
-
-    def __init__(self, folder: Path, seconds: float) -> None:
-        self._file = FileLock(folder / LOCK, timeout=seconds, thread_local=False)
-        try:
-            self._file.acquire()
-        except Timeout:
-            waited = f" (waited {seconds:g} s)" if seconds else ""
-            raise CheckpointInUseError(
-                f"{folder} is in use by another run, in this process or another{waited}; wait for it, or "
-                "give another folder"
-            ) from None
-        except OSError as error:
-            raise unwritable(folder, error) from error
-
-    def release(self) -> None:
-        """Unlock the folder."""
-        self._file.release()
-
-    def __enter__(self) -> FolderLock:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
-
-def lock(folder: Path, seconds: float = 0.0) -> FolderLock:
-    """Lock a folder that exists; wait up to ``seconds`` for another run to release it.
+def lock(folder: Path, seconds: float = 0.0) -> ExitStack:
+    """Lock an existing folder until the end of a ``with`` block, or until ``close``.
 
     A process that is killed releases its locks. Two runs in one process exclude each other as well.
+
+    Args:
+        folder: the folder.
+        seconds: how long to wait for another run to release it.
 
     Raises:
         CheckpointInUseError: the folder is still locked by another run.
         UnwritableError: the lock file cannot be written.
     """
-    return FolderLock(folder, seconds)
+    stack = ExitStack()
+    try:
+        stack.enter_context(FileLock(folder / LOCK, timeout=seconds, thread_local=False))
+    except Timeout:
+        waited = f" (waited {seconds:g} s)" if seconds else ""
+        raise CheckpointInUseError(
+            f"{folder} is in use by another run, in this process or another{waited}; wait for it, or give "
+            "another folder"
+        ) from None
+    except OSError as error:
+        raise unwritable(folder, error) from error
+    return stack
 
 
 def as_json(value: Any) -> Any:

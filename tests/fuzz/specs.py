@@ -267,16 +267,16 @@ def damage_tables(r: random.Random, text: str) -> str:
 
 def is_small(spec: Any) -> bool:
     """Whether it takes a few seconds at the most."""
-    from fadamgc.experiments.spec.sections import CustomTask, DigitsTask, PicturesTask, TextTask
+    from fadamgc.experiments.spec.sections import CustomTask, DigitsTask, ImageTask, TextTask
 
     task, run = spec.task, spec.run
-    if isinstance(task, CustomTask) or (isinstance(task, PicturesTask) and task.data != "cifar10"):
+    if isinstance(task, CustomTask) or (isinstance(task, ImageTask) and task.data != "cifar10"):
         return False
     if isinstance(task, TextTask) and (task.data != "glue/sst2" or task.model != "minilm"):
         return False
     if (getattr(task, "width", None) or 0) > 16 or (getattr(task, "length", 0)) > 32:
         return False
-    if isinstance(task, PicturesTask) and task.model == "resnet18":
+    if isinstance(task, ImageTask) and task.model == "resnet18":
         return False
     if isinstance(task, DigitsTask) and (sum(task.hidden) > 300 or len(task.hidden) > 5):
         return False

@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from fadamgc.data.sources import data_root, source
-from fadamgc.data.texts import Texts
 from fadamgc.errors import InputError, nearest
 from fadamgc.experiments.folder import RUNS
 from fadamgc.experiments.planned_run import ADAPTER, IDENTITY
@@ -56,9 +54,9 @@ def predict(
         raise InputError(f"{error}; where it is now, if it is a folder, can be said with --base") from None
     model = TextClassifier(loaded.net, loaded.tokenizer.pad_token_id).eval()
     length = task.length if loaded.positions is None else min(task.length, loaded.positions)
-    one = Texts([first], None if second is None else [second], np.zeros(1, dtype=np.int64))
+    tokens = encode(loaded.tokenizer, [first], None if second is None else [second], length)
     with torch.no_grad():
-        shares = torch.softmax(model(encode(loaded.tokenizer, one, length))[0], dim=0).tolist()
+        shares = torch.softmax(model(tokens)[0], dim=0).tolist()
     names = labels_of(task.data)
     return dict(sorted(zip(names, shares, strict=True), key=lambda pair: -pair[1]))
 

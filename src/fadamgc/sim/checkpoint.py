@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ from fadamgc.federation.run import (
     unpack_server,
 )
 from fadamgc.federation.settings import Settings
-from fadamgc.files import LOCK, FolderLock, as_json, lock, make_folder, remove_leftovers, unwritable
+from fadamgc.files import LOCK, as_json, lock, make_folder, remove_leftovers, unwritable
 from fadamgc.sim.file_states import FileStates, Slots
 from fadamgc.task import Task
 
@@ -78,7 +79,7 @@ class Checkpoint:
         folder = folder.absolute()  # the working directory may change
         self.folder, self.writing = folder, writing
         self.slots: Slots | None = None
-        self._lock: FolderLock | None = None
+        self._lock: ExitStack | None = None
         self._journal = Journal(folder / f"{NAME}.jsonl")
         self._rounds = 0  # of the history that are in the journal
         self._table: dict[int, int] = {}  # which slot is whose, in the last checkpoint
@@ -105,7 +106,7 @@ class Checkpoint:
         if self.slots is not None:
             self.slots.close()
         if self._lock is not None:
-            self._lock.release()
+            self._lock.close()
 
     def resume(
         self, resume: bool, identity: Mapping[str, Any], algorithm: AnyAlgorithm, settings: Settings

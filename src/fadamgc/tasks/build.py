@@ -21,14 +21,14 @@ from fadamgc.experiments.spec.sections import (
     CustomTask,
     DigitsTask,
     HarTask,
+    ImageTask,
     LabelledTask,
     LinearRegressionTask,
-    PicturesTask,
     QuadraticsTask,
     TaskSpec,
     TextTask,
 )
-from fadamgc.models import PictureInput, cnn1d, convnet, mlp, resnet8, resnet18
+from fadamgc.models import ImageInput, cnn1d, convnet, mlp, resnet8, resnet18
 from fadamgc.runtime import seeded
 from fadamgc.task import Pair, Task
 
@@ -70,8 +70,8 @@ def build_task(spec: TaskSpec, seed: int, validation: float = 0.0) -> Task:
                 model = mlp(64, spec.hidden, 10, seed)
             test = (data.test_x, data.test_y)
             return Task(model, cross_entropy, clients, test, metric="accuracy", name="digits")
-        case PicturesTask():
-            return _pictures(spec, seed, validation)
+        case ImageTask():
+            return _images(spec, seed, validation)
         case HarTask():
             return _har(spec, seed, validation)
         case TextTask():
@@ -115,7 +115,7 @@ def label_counts(spec: TaskSpec, seed: int) -> Labels | None:
         case DigitsTask():
             labels = digits.load().train_y
             held = partition(spec, labels, seed)
-        case PicturesTask():
+        case ImageTask():
             every = images.load(spec.data, "train", shrink=spec.shrink).y
             labels = torch.from_numpy(every[_some(every, spec.train_samples)])
             held = partition(spec, labels, seed)
@@ -132,7 +132,7 @@ def label_counts(spec: TaskSpec, seed: int) -> Labels | None:
     return Labels(held.counts(labels), held.note)
 
 
-def _pictures(spec: PicturesTask, seed: int, validation: float) -> Task:
+def _images(spec: ImageTask, seed: int, validation: float) -> Task:
     train = images.load(spec.data, "train", shrink=spec.shrink)
     rows, test_rows = _some(train.y, spec.train_samples), None
     if validation:
@@ -149,7 +149,7 @@ def _pictures(spec: PicturesTask, seed: int, validation: float) -> Task:
     side, outputs = known.side // spec.shrink, known.classes
     assert spec.mean is not None
     assert spec.std is not None
-    first = PictureInput(spec.mean, spec.std, spec.augment)
+    first = ImageInput(spec.mean, spec.std, spec.augment)
     with _room(f"width={spec.width}"):
         match spec.model:
             case "mlp":
@@ -167,8 +167,8 @@ def _pictures(spec: PicturesTask, seed: int, validation: float) -> Task:
     return Task(model, cross_entropy, clients, test_pair, metric="accuracy", name=spec.data)
 
 
-def _tensors(pictures: images.Pictures, rows: Rows) -> Pair:
-    return torch.from_numpy(np.ascontiguousarray(pictures.x[rows])), torch.from_numpy(pictures.y[rows])
+def _tensors(data: images.Images, rows: Rows) -> Pair:
+    return torch.from_numpy(np.ascontiguousarray(data.x[rows])), torch.from_numpy(data.y[rows])
 
 
 def _texts(spec: TextTask, seed: int, validation: float) -> Task:

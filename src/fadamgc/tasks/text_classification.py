@@ -170,7 +170,7 @@ def prepare(
         dropout=dropout,
     )
     model = models.TextClassifier(loaded.net, loaded.tokenizer.pad_token_id)
-    found = [models.encode(loaded.tokenizer, part, length) for part in parts]
+    found = [models.encode(loaded.tokenizer, part.first, part.second, length) for part in parts]
     width = max(tokens.shape[2] for tokens in found)
     if loaded.positions is not None and width > loaded.positions:
         raise InputError(
@@ -179,7 +179,7 @@ def prepare(
     found = [_as_wide(tokens, width) for tokens in found]
     if upper_layers is not None and upper_layers < loaded.layers and model.in_parts:
         upper = models.without_lower_layers(model, loaded, upper_layers)
-        found = [models.kept_lower(model, loaded, upper_layers, tokens) for tokens in found]
+        found = [models.cached_lower_outputs(model, loaded, upper_layers, tokens) for tokens in found]
         model = upper
     return model, found
 

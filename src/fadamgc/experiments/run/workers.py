@@ -38,7 +38,7 @@ from fadamgc.errors import (
     whole,
 )
 from fadamgc.experiments.planned_run import ADAPTER, CHECKPOINT, DIVERGED_RECORD, RECORDS, PlannedRun
-from fadamgc.experiments.spec.sections import PicturesTask, TextTask
+from fadamgc.experiments.spec.sections import ImageTask, TextTask
 from fadamgc.federation.run import Run
 from fadamgc.files import remove_leftovers
 from fadamgc.runtime import one_thread
@@ -256,7 +256,7 @@ def execute(
 def in_groups(jobs: Sequence[PlannedRun], workers: int) -> list[list[int]]:
     """Numbers of jobs that go to a process together: of one method, and enough groups for all processes."""
     most = max(1, min(TOGETHER, -(-len(jobs) // (3 * workers))))
-    if any(isinstance(job.task, PicturesTask | TextTask) for job in jobs):
+    if any(isinstance(job.task, ImageTask | TextTask) for job in jobs):
         most = 1  # they would share nothing, and each has its data in memory
     groups: list[list[int]] = []
     for _, alike in groupby(range(len(jobs)), key=lambda i: jobs[i].method.algorithm):

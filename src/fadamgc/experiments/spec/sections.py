@@ -141,8 +141,8 @@ class DigitsTask(LabelledTask):
     hidden: tuple[Count, ...] = (64,)
 
 
-class PicturesTask(LabelledTask):
-    """Pictures from a data root, classified by a convolutional network."""
+class ImageTask(LabelledTask):
+    """Images from a data root, classified by a convolutional network."""
 
     data: Literal["cifar10", "cifar100", "tiny-imagenet"]
     model: Literal["mlp", "cnn", "resnet8", "resnet18"] = "cnn"
@@ -151,8 +151,8 @@ class PicturesTask(LabelledTask):
     clients: Count = 100
     mean: Colour | None = None  # of the pixels, as shares of white; None: the data set's
     std: SomeColour | None = None
-    shrink: Literal[1, 2, 4] = 1  # pictures are averaged over squares of so many pixels
-    augment: Literal["none", "flip", "crop-flip"] = "none"  # of training pictures
+    shrink: Literal[1, 2, 4] = 1  # each square of shrink x shrink pixels becomes one, their mean
+    augment: Literal["none", "flip", "crop-flip"] = "none"  # of training images
     train_samples: Count | None = None  # so many of the train part, evenly over its classes; None: all
     test_samples: Count | None = None
 
@@ -173,7 +173,7 @@ class PicturesTask(LabelledTask):
         return cls.COLOURS[table["data"]] | {k: v for k, v in table.items() if v is not None}
 
     @after_all(mode="after")
-    def _batch_norm(self) -> PicturesTask:
+    def _batch_norm(self) -> ImageTask:
         if self.norm == "batch" and self.model in ("mlp", "cnn"):
             raise ValueError("norm='batch' is for the resnets; the cnn has group norm, the mlp none")
         return self
@@ -259,13 +259,13 @@ class CustomTask(Section):
 
 
 TaskSpec: TypeAlias = (
-    DigitsTask | PicturesTask | HarTask | TextTask | QuadraticsTask | LinearRegressionTask | CustomTask
+    DigitsTask | ImageTask | HarTask | TextTask | QuadraticsTask | LinearRegressionTask | CustomTask
 )
 TASKS: dict[str, type[TaskSpec]] = {
     "digits": DigitsTask,
-    "cifar10": PicturesTask,
-    "cifar100": PicturesTask,
-    "tiny-imagenet": PicturesTask,
+    "cifar10": ImageTask,
+    "cifar100": ImageTask,
+    "tiny-imagenet": ImageTask,
     "uci_har": HarTask,
     "20_newsgroups": TextTask,
     "glue/sst2": TextTask,
