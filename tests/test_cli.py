@@ -144,7 +144,7 @@ def test_the_folder_asks_what_to_do_with_what_it_holds(done):
     again = ("run", done / "spec.toml", "--out", done, "--workers", 1)
     refused = fadamgc(*again)
     assert refused.exit_code == 2
-    assert "already holds an experiment; --resume goes on with it, --overwrite replaces it" in refused.stderr
+    assert "already has an experiment; --resume continues it, --overwrite replaces it" in refused.stderr
     resumed = fadamgc(*again, "--resume")
     assert resumed.exit_code == 0
     assert "[" not in resumed.stderr  # no run was made again
@@ -172,25 +172,41 @@ def test_partition_draws_and_tells(tmp_path):
     result = fadamgc("partition", "--clients", 7, "--alpha", 0.5, "--seed", 3, "--out", out)
     assert result.exit_code == 0, result.output
     assert "Dirichlet(0.5) over 7 clients" in result.stdout
-    assert "samples a client: least" in result.stdout
+    assert "samples per client: least" in result.stdout
     assert out.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_task_is_built_once_for_the_check_and_once_for_each_run(spec, tmp_path, monkeypatch):
-    from fadamgc.experiments.run import workers as pool
+def test_each_task_is_built_once_and_each_method_checked_once(spec, tmp_path, monkeypatch):
+    from fadamgc.experiments.run import execution, runner
 
-    built, original = [], pool.build_task
-    monkeypatch.setattr(pool, "build_task", lambda *a: built.append(a) or original(*a))
-    result = fadamgc("run", spec, "--rounds", 1, "--seeds", 1, "--out", tmp_path / "a", "--workers", 1)
-    assert result.exit_code == 0, result.output
-    assert len(built) == 1 + 2
-    assert result.stderr.startswith("preparing digits ...\nchecking 2 methods ...\n")
-    result = fadamgc("run", spec, "--rounds", 1, "--seeds", 1, "--out", tmp_path / "b", "--workers", 1, "-q")
-    assert result.stderr == ""
-    built.clear()
-    result = fadamgc("tune", spec, "--out", tmp_path / "c", "--workers", 1)
-    assert result.exit_code == 0, result.output
-    assert len(built) == 1 + 4  # two step sizes of two methods
+    built, build = [], execution.build_task
+    monkeypatch.setattr(execution, "build_task", lambda *a: built.append(a[1:]) or build(*a))
+    checked, dry_run = [], runner.dry_run
+    monkeypatch.setattr(runner, "dry_run", lambda *a: checked.append(a[0].name) or dry_run(*a))
+
+    def command(name, *options):
+        built.clear()
+        checked.clear()
+        result = fadamgc(name, spec, "--out", tmp_path / str(len(list(tmp_path.iterdir()))), *options)
+        assert result.exit_code == 0, result.output
+        return result.stderr
+
+    said = command("run", "--rounds", 1, "--workers", 1)
+    assert said.startswith("preparing digits ...\nchecking 2 methods ...\n")
+    assert sorted(built) == [(0, 0.0), (1, 0.0)]
+    assert checked == ["LocalAdam, seed 0", "FAdamGC, seed 0"]
+    assert command("run", "--rounds", 1, "--seeds", 1, "--workers", 1, "-q") == ""
+    said = command("run", "--rounds", 1, "--seeds", 1, "--workers", 1, "--tune")
+    assert said.count("checking") == 2
+    assert sorted(built) == [(0, 0.0), (7, 0.25)]
+    assert len(checked) == 4  # two methods, on the test data and on held-out data
+    command("tune", "--workers", 1)
+    assert built == [(7, 0.25)]
+    command("run", "--rounds", 1, "--seeds", 1, "--workers", 2)
+    assert built == [(0, 0.0)]  # and once in each worker
+    monkeypatch.setattr(execution, "CACHED", 0)
+    command("run", "--rounds", 1, "--seeds", 1, "--workers", 1)
+    assert built == [(0, 0.0)] * 3  # where memory is short: for the check, and for each run
 
 
 # What it refuses.
@@ -230,7 +246,7 @@ COMMANDS = {
     "no seeds": (("compare", "--seeds", 0), "seeds=0 is not accepted"),
     "negative seed": (("compare", "--seed", -1), "seeds[0]=-1 is not accepted"),
     "both flags": (("compare", "--resume", "--overwrite"), "both given"),
-    "no experiment": (("report", "."), "holds no spec.toml"),
+    "no experiment": (("report", "."), "has no spec.toml"),
     "unknown partition": (("partition", "--partition", "diri"), 'partition="diri" is not accepted'),
     "no labels": (
         ("partition", "--data", "quadratics"),
@@ -254,7 +270,7 @@ def test_a_folder_that_cannot_be_used_ends_with_the_reason(spec, tmp_path):
     taken.mkdir()
     (taken / "thesis.tex").write_text("mine")
     for out, message in (
-        (taken, "holds other files and no experiment"),
+        (taken, "has other files and no experiment"),
         (spec, "is a file; give a folder"),
         (spec / "below", "cannot be written"),
         ("/proc/nothing", "cannot be written"),
@@ -273,7 +289,7 @@ def test_a_run_that_diverges_is_named_after_the_table(spec, tmp_path):
     assert "error: FedAvg, seed 0: client" in result.stderr
     assert "LocalAdam" in result.stdout
     assert re.search(r"FedAvg\W+diverged\W+diverged\W+diverged", result.stdout)
-    assert "runs of the spec are not there" not in result.stdout
+    assert "runs of the spec are missing" not in result.stdout
 
 
 # In a process of its own.
@@ -304,7 +320,7 @@ def test_an_interrupt_keeps_what_is_finished_and_says_how_to_go_on(spec, tmp_pat
     assert child.returncode == 130
     assert "Traceback" not in out + err
     said = re.search(
-        r"^stopped; (\d+) of 2000 runs are saved, and the same command with --resume goes on$", err, re.M
+        r"^stopped; (\d+) of 2000 runs are saved, and the same command with --resume continues$", err, re.M
     )
     assert said
     assert len(list(tmp_path.glob("out/runs/*/run.json"))) >= int(said[1]) >= 3

@@ -412,7 +412,7 @@ def test_classes_that_are_not_in_the_train_data(bases, own):
 )
 def test_known_data_have_their_own(bases, field, value):
     refused(
-        f"{field}={value!r} is for files of your own; glue/sst2 has its own",
+        f"{field}={value!r} is for your own files; glue/sst2 has its own",
         bases["bert"],
         "glue/sst2",
         **{field: value},
@@ -487,7 +487,7 @@ def test_an_adapter_is_saved_beside_what_is_there(bases, own, tmp_path, monkeypa
 def test_the_base_model_of_a_run_may_move(left, tmp_path):
     before = predict(left, "a film")
     (tmp_path / "base").rename(tmp_path / "moved")
-    with pytest.raises(InputError, match="can be said with --base"):
+    with pytest.raises(InputError, match="give its path with --base"):
         predict(left, "a film")
     assert predict(left, "a film", base=tmp_path / "moved") == before
     shown = CliRunner().invoke(app, ["predict", str(left), "a film", "--base", str(tmp_path / "moved")])
@@ -495,7 +495,7 @@ def test_the_base_model_of_a_run_may_move(left, tmp_path):
 
 
 def test_a_text_that_is_not_unicode_is_refused(left):
-    with pytest.raises(InputError, match="is no UTF-8"):
+    with pytest.raises(InputError, match="is not UTF-8"):
         predict(left, "a \udcff film")
 
 

@@ -40,7 +40,7 @@ from fadamgc.experiments.report.write import (
     write_report,
     write_study_report,
 )
-from fadamgc.experiments.run import workers as pool
+from fadamgc.experiments.run import execution, workers
 from fadamgc.experiments.run.runner import run_spec
 from fadamgc.experiments.spec.toml_io import parse_spec
 from fadamgc.experiments.tune import tune
@@ -205,7 +205,7 @@ def test_a_run_that_stopped_is_diverged_also_in_what_is_kept(copy, tmp_path):
         assert results.missing == 0
     only = spec.only(["fedavg"])
     run_spec(only, tmp_path / "only", workers=1, quiet=True)
-    with pytest.raises(InputError, match=r"holds no finished run of its spec\nFedAvg, seed 0: client \d"):
+    with pytest.raises(InputError, match=r"has no finished run of its spec\nFedAvg, seed 0: client \d"):
         read_results(tmp_path / "only")
 
 
@@ -354,8 +354,8 @@ def stopped(tmp_path, rounds=30):
     """A job that was stopped after its first checkpoint."""
     job = ExperimentFolder(tmp_path).plan(spec_of(rounds=rounds))[0]
     answers = iter([False] * 26 + [True])
-    with pytest.raises(pool.Stopped):
-        pool.execute([job], lambda i: next(answers))
+    with pytest.raises(execution.Stopped):
+        execution.execute([job], lambda i: next(answers))
     return job
 
 
@@ -370,7 +370,7 @@ def test_a_checkpoint_that_cannot_be_read_is_moved_aside_and_named(tmp_path):
     for number in (1, 2):
         job = stopped(tmp_path)
         data = newer_format(job)
-        pool.execute([job], lambda i: False, warnings.append)
+        execution.execute([job], lambda i: False, warnings.append)
         aside = job.folder / f"checkpoint.unreadable-{number}"
         assert (aside / "checkpoint.json").read_bytes() == data
         assert len(warnings) == number
@@ -387,12 +387,12 @@ def test_a_warning_of_a_worker_reaches_the_user(tmp_path, monkeypatch):
     messages, sender = Pipe(duplex=False)
     stop, stopper = Pipe(duplex=False)
     rounds, said = [], []
-    monkeypatch.setattr(pool, "_sender", sender)
-    monkeypatch.setattr(pool, "_stop", stop)
-    listener = threading.Thread(target=pool._listen, args=(messages, rounds.append, said.append))
+    monkeypatch.setattr(workers, "_sender", sender)
+    monkeypatch.setattr(workers, "_stop", stop)
+    listener = threading.Thread(target=workers._listen, args=(messages, rounds.append, said.append))
     listener.start()
-    pool._work([7], [job])
-    sender.send_bytes(pool.END)
+    workers._work([7], [job])
+    sender.send_bytes(workers.END)
     listener.join(timeout=60)
     assert len(said) == 1
     assert "moved to" in said[0]
@@ -400,8 +400,8 @@ def test_a_warning_of_a_worker_reaches_the_user(tmp_path, monkeypatch):
     stopper.send_bytes(b"stop")
     (job.folder / "run.json").unlink()
     for _ in range(2):  # what says stop stays there for every worker
-        with pytest.raises(pool.Stopped):
-            pool._work([7], [job])
+        with pytest.raises(execution.Stopped):
+            workers._work([7], [job])
     for end in (messages, sender, stop, stopper):
         end.close()
 
@@ -415,9 +415,9 @@ def test_an_error_of_the_system_removes_no_checkpoint(tmp_path, monkeypatch, num
         error = OSError(number, "the system says no")
         raise CheckpointError("checkpoint.json cannot be read") from error
 
-    monkeypatch.setattr(pool, "prepare", fails)
+    monkeypatch.setattr(execution, "prepare", fails)
     with pytest.raises(CheckpointError, match="cannot be read"):
-        pool.execute([job], lambda i: False)
+        execution.execute([job], lambda i: False)
     assert contents(job.folder) == before
 
 
@@ -428,9 +428,9 @@ def test_a_checkpoint_in_use_is_left_alone(tmp_path, monkeypatch):
     def fails(*_, **__):
         raise errors.CheckpointInUseError("used by another process")
 
-    monkeypatch.setattr(pool, "prepare", fails)
+    monkeypatch.setattr(execution, "prepare", fails)
     with pytest.raises(errors.CheckpointInUseError):
-        pool.execute([job], lambda i: False)
+        execution.execute([job], lambda i: False)
     assert contents(job.folder) == before
 
 

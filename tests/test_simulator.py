@@ -17,7 +17,7 @@ from fadamgc.data import synthetic
 from fadamgc.errors import ClientError
 from fadamgc.federation import sampling
 from fadamgc.federation.sampling import batches, draw, generator
-from fadamgc.sim.executors import LoopExecutor, VectorizedExecutor
+from fadamgc.sim.executors import LoopExecutor, VectorizedExecutor, block_batches
 from fadamgc.sim.executors.block_batches import _series
 from problems import class_task, linear_task, mlp
 

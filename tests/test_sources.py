@@ -19,9 +19,9 @@ from fadamgc.data import digits, har, images
 from fadamgc.data.check import check
 from fadamgc.data.sources import SOURCES, data_root, files_of, get, source
 from fadamgc.errors import InputError
-from fadamgc.experiments.spec.toml_io import task_spec
 from fadamgc.models import ImageInput
 from fadamgc.tasks.build import build_task, label_counts
+from fadamgc.tasks.sections import task_spec
 
 
 @pytest.fixture(autouse=True)
@@ -369,7 +369,7 @@ def test_images_are_normalised_and_changed_only_while_training():
     layer = ImageInput(mean, std, augment="crop-flip").eval()
     wanted = (x / 255 - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None]
     torch.testing.assert_close(layer(x), wanted, rtol=1e-4, atol=1e-5)
-    assert repr(layer) == "PictureInput()"  # part of the fingerprint in checkpoints of earlier versions
+    assert repr(layer) == "ImageInput()"  # part of the fingerprint in checkpoints of earlier versions
     torch.manual_seed(0)
     changed = layer.train()(x)
     assert changed.shape == wanted.shape

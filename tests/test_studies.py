@@ -19,11 +19,12 @@ from fadamgc.experiments.folder import ExperimentFolder
 from fadamgc.experiments.planned_run import PlannedRun
 from fadamgc.experiments.report.numbers import read_results
 from fadamgc.experiments.report.summary import Entry, figure, latex, markdown, table
-from fadamgc.experiments.run import workers as pool
-from fadamgc.experiments.run.runner import run_spec, write_spec
+from fadamgc.experiments.run import execution
+from fadamgc.experiments.run.runner import open_folder, run_spec
 from fadamgc.experiments.spec.sections import TuneSpec
 from fadamgc.experiments.tune import Point, _raced, tune
 from fadamgc.paper.study import SCALES, load_study, parse_study, studies
+from fadamgc.tasks.build import build_task
 
 SEVEN = ["FedAvg-M", "SCAFFOLD-M", "FedAdam", "FedAMS", "LocalAdam", "FA-NT", "FAdamGC"]
 SMALL = """
@@ -221,7 +222,7 @@ def test_a_study_tunes_on_one_cell_and_sums_up_all(tmp_path, monkeypatch):
     assert again.exit_code == 0, again.output
     refused = fadamgc("reproduce", "small", "--out", tmp_path / "out", "--workers", 1, "--quiet")
     assert refused.exit_code == 2
-    assert "--resume goes on with it" in refused.output.replace("\n", " ")
+    assert "--resume continues it" in refused.output.replace("\n", " ")
 
 
 def test_a_study_without_its_data_says_what_to_do(data, tmp_path):
@@ -265,10 +266,10 @@ def test_the_paper_scale_starts_stops_and_goes_on(data, tmp_path):
         update={"methods": tuple(m.model_copy(update={"tracked": 1}) for m in spec.methods)}
     )
     (job,) = ExperimentFolder(tmp_path / "out").plan(spec)
-    assert sum(p.numel() for p in pool.build(job).model.parameters()) == 11_173_962
-    whole = pool.simulate_alone(job)
+    assert sum(p.numel() for p in build_task(job.task, job.seed).model.parameters()) == 11_173_962
+    whole = execution.simulate_alone(job)
     (tmp_path / "out").mkdir()
-    write_spec(spec, ExperimentFolder(tmp_path / "out"))
+    open_folder(ExperimentFolder(tmp_path / "out"), spec, resume=False, overwrite=False)
     stop_after(job, rounds=1)
     assert (job.folder / "checkpoint").exists()
     assert job.saved() is None
@@ -285,12 +286,12 @@ def stop_after(job: PlannedRun, rounds: int):
         done += 1
         return done == rounds
 
-    every, pool.CHECKPOINT_EVERY = pool.CHECKPOINT_EVERY, 1
+    every, execution.CHECKPOINT_EVERY = execution.CHECKPOINT_EVERY, 1
     try:
-        with pytest.raises(pool.Stopped):
-            pool.execute([job], on_round)
+        with pytest.raises(execution.Stopped):
+            execution.execute([job], on_round)
     finally:
-        pool.CHECKPOINT_EVERY = every
+        execution.CHECKPOINT_EVERY = every
 
 
 # Halving

@@ -80,4 +80,4 @@ def test_the_command_line_tracks_every_run(tmp_path, monkeypatch):
 def test_an_unknown_tracker_is_refused(monkeypatch):
     monkeypatch.setenv(trackers.VARIABLE, "")
     with pytest.raises(InputError, match="track='tensorbord' is not known; did you mean 'tensorboard'"):
-        trackers.choose("tensorbord")
+        trackers.track_with("tensorbord")

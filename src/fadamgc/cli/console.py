@@ -1,4 +1,4 @@
-"""What the commands have in common: where they print, and where they look for data."""
+"""What all commands share: where they print, and where they look for data."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ DataRoot = Annotated[
 
 
 def say(message: str) -> None:
-    """Print one line to the standard error."""
+    """Print one line to stderr."""
     print(printable(message), file=sys.stderr)
 
 
 def terminal() -> Console:
-    """Standard output; where it is no terminal, wide enough not to break a table."""
+    """Return standard output; if it is not a terminal, wide enough not to wrap a table."""
     console = Console()
     return console if console.is_terminal else Console(width=120)
 
 
 def use_data(root: Path | None) -> None:
-    """Look for data in this folder, here and in the processes that are started from here."""
+    """Look for data in this folder, in this process and in those that are started from it."""
     if root is not None:
         if not root.is_dir():
-            raise InputError(f"data_root={str(root)!r} is no folder; give the folder of the data sets")
+            raise InputError(f"data_root={str(root)!r} is not a folder; give the folder of the data sets")
         os.environ["FADAMGC_DATA"] = str(root.resolve())

@@ -1,9 +1,9 @@
-"""``fadamgc data``: which data sets are known, where they are, and whether they are complete."""
+"""``fadamgc data``: list, locate, check and download data sets."""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -12,38 +12,35 @@ from rich.status import Status
 from fadamgc.cli.console import DataRoot, say, terminal, use_data
 from fadamgc.errors import InputError
 
-DataName = Annotated[str | None, typer.Argument(help="A data set.", show_default=False)]
+if TYPE_CHECKING:
+    from fadamgc.data.sources import Source
+
+DataName = Annotated[str | None, typer.Argument(help="Name of a data set.", show_default=False)]
 
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="markdown",
-    help="Which data sets are known, where they are, and whether they are complete.",
+    help="List, locate, check and download data sets.",
 )
 
 
 @app.command("list")
 def data_list(data_root: DataRoot = None) -> None:
-    """Show the data sets that are known, and which of them are there."""
+    """List the data sets that fadamgc knows, and which of them are in the data root."""
     from rich.table import Table
 
-    from fadamgc.data.sources import DIGITS, SOURCES, data_root_from, files_of
+    from fadamgc.data.sources import DIGITS, SOURCES, data_root_from
     from fadamgc.data.sources import data_root as root
 
     use_data(data_root)
     table = Table(title=f"Data sets in {root()} ({data_root_from()})", title_justify="left")
-    for title in ("name", "what", "classes", "train / test rows when complete", "there"):
-        table.add_column(title, no_wrap=title in ("name", "there"))
+    for title in ("name", "kind", "classes", "train / test rows when complete", "present"):
+        table.add_column(title, no_wrap=title in ("name", "present"))
     for source in SOURCES.values():
-        there = 0
-        for split in source.splits:
-            try:
-                files_of(source, split)
-                there += 1
-            except InputError:
-                continue
+        present = sum(_has_files(source, split) for split in source.splits)
         train, test = source.rows
-        said = ("no", "one part", "yes")[there]
-        table.add_row(source.name, source.kind, f"{source.classes}", f"{train:,} / {test:,}", said)
+        answer = ("no", "one part", "yes")[present]
+        table.add_row(source.name, source.kind, f"{source.classes}", f"{train:,} / {test:,}", answer)
     train, test = DIGITS.rows
     table.add_row(DIGITS.name, DIGITS.kind, f"{DIGITS.classes}", f"{train:,} / {test:,}", "always")
     terminal().print(table)
@@ -62,11 +59,11 @@ def data_path(name: DataName = None, data_root: DataRoot = None) -> None:
 @app.command("check")
 def data_check(
     names: Annotated[
-        list[str] | None, typer.Argument(help="Data sets.", show_default="all in the data root")
+        list[str] | None, typer.Argument(help="Names of data sets.", show_default="all in the data root")
     ] = None,
     data_root: DataRoot = None,
 ) -> None:
-    """Read data sets from end to end: counts, classes, means. Pictures are decoded, once.
+    """Read data sets completely and print counts, classes and means. Decoded images are cached.
 
     Examples:
 
@@ -74,34 +71,31 @@ def data_check(
     - `fadamgc data check cifar10 --data-root ~/data`
     """
     from fadamgc.data.check import check
-    from fadamgc.data.sources import DIGITS, SOURCES, files_of, source
+    from fadamgc.data.sources import DIGITS, SOURCES, source
     from fadamgc.data.sources import data_root as root
 
     use_data(data_root)
     console = terminal()
-    chosen = [DIGITS if name == DIGITS.name else source(name) for name in names or ()]
-    for known in () if names else SOURCES.values():
-        try:
-            files_of(known, known.splits[0])
-            chosen.append(known)
-        except InputError:
-            continue
-    if not chosen:
+    if names:
+        data_sets = [DIGITS if name == DIGITS.name else source(name) for name in names]
+    else:
+        data_sets = [data for data in SOURCES.values() if _has_files(data, data.splits[0])]
+    if not data_sets:
         raise InputError(f"there is no data set in {root()}; `fadamgc data list` shows which are known")
     problems = []
-    for known in chosen:
+    for data in data_sets:
         try:
-            with Console(stderr=True).status(known.name) as status:
-                parts = check(known, partial(_reading, status, known.name))
+            with Console(stderr=True).status(data.name) as status:
+                parts = check(data, partial(_show_rows, status, data.name))
         except InputError as error:
             problems.append(str(error))
-            console.print(f"{known.name}: damaged or missing", highlight=False)
+            console.print(f"{data.name}: damaged or missing", highlight=False)
             continue
         for split, part in parts.items():
             whole = "complete" if part.rows == part.complete else f"of {part.complete:,}"
             line = (
-                f"{known.name} {split}: {part.rows:,} rows ({whole}), {part.classes} of {known.classes} "
-                f"classes, {part.least:,} to {part.most:,} a class"
+                f"{data.name} {split}: {part.rows:,} rows ({whole}), {part.classes} of {data.classes} "
+                f"classes, {part.least:,} to {part.most:,} per class"
             )
             if part.mean:
                 mean, std = (", ".join(f"{v:.4f}" for v in values) for values in (part.mean, part.std))
@@ -113,7 +107,8 @@ def data_check(
 
 @app.command("get")
 def data_get(
-    name: Annotated[str, typer.Argument(help="A data set.", show_default=False)], data_root: DataRoot = None
+    name: Annotated[str, typer.Argument(help="Name of a data set.", show_default=False)],
+    data_root: DataRoot = None,
 ) -> None:
     """Download a data set from the Hugging Face hub into the data root."""
     from fadamgc.data.sources import get, source
@@ -123,5 +118,15 @@ def data_get(
     terminal().print(f"{folder}", highlight=False, soft_wrap=True)
 
 
-def _reading(status: Status, name: str, split: str, rows: int) -> None:
+def _has_files(source: Source, split: str) -> bool:
+    from fadamgc.data.sources import files_of
+
+    try:
+        files_of(source, split)
+    except InputError:
+        return False
+    return True
+
+
+def _show_rows(status: Status, name: str, split: str, rows: int) -> None:
     status.update(f"{name} {split}: {rows:,} rows")

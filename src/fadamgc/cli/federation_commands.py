@@ -1,4 +1,4 @@
-"""``fadamgc federation``: a federation on this machine, and what one on several needs beyond Flower."""
+"""``fadamgc federation``: a Flower federation on this machine, and tools for one on several machines."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ app = typer.Typer(
     "`superlink`, `supernode` and `login` are for federations on several machines; see docs/flower.md.",
 )
 
-Folder = Annotated[Path, typer.Option("--folder", help="Where its logs, keys and states are.")]
-Nodes = Annotated[int, typer.Option("--nodes", "-n", help="How many nodes.")]
+Folder = Annotated[Path, typer.Option("--folder", help="Folder of its logs, keys and states.")]
+Nodes = Annotated[int, typer.Option("--nodes", "-n", help="Number of nodes.")]
 Secure = Annotated[
     bool,
     typer.Option(
         "--secure",
-        help="TLS, and only nodes whose key the operator has registered; certificates and keys are made. "
-        "With or without it, only the holder of the operator's token in the folder can register keys and "
-        "start runs. Other users of this machine who can list its processes can still act as an app that "
-        "runs (Flower puts the app's token on its command line).",
+        help="Use TLS, and accept only nodes whose keys are registered; certificates and keys are created. "
+        "With or without this option, only a user with the operator's token, which is in the folder, can "
+        "register keys and start runs. Other users of this machine who can list its processes can still act "
+        "as a running app (Flower puts the app's token on its command line).",
     ),
 ]
-HERE = Path("out/federation")
+DEFAULT_FOLDER = Path("out/federation")
 
 
 @app.command()
-def up(nodes: Nodes = 3, secure: Secure = False, folder: Folder = HERE) -> None:
+def up(nodes: Nodes = 3, secure: Secure = False, folder: Folder = DEFAULT_FOLDER) -> None:
     """Start a SuperLink and nodes.
 
-    Then `fadamgc federation run APP`, or Flower's own `flwr run` with the environment that is printed.
+    Then use `fadamgc federation run APP`, or Flower's `flwr run` with the environment that is printed.
     """
     from fadamgc.flower.loopback import FEDERATION_NAME, QUIET, LoopbackFederation
 
-    _end_well()
+    _exit_on_signals()
     federation = LoopbackFederation(folder)
     state = federation.up(nodes, secure)
     names = ", ".join(process.name for process in state.processes)
@@ -58,8 +58,8 @@ def up(nodes: Nodes = 3, secure: Secure = False, folder: Folder = HERE) -> None:
 
 
 @app.command()
-def status(folder: Folder = HERE) -> None:
-    """Show what runs."""
+def status(folder: Folder = DEFAULT_FOLDER) -> None:
+    """Show the processes of the federation."""
     from fadamgc.flower.loopback import LoopbackFederation
 
     show = partial(terminal().print, highlight=False, soft_wrap=True, markup=False)
@@ -68,15 +68,15 @@ def status(folder: Folder = HERE) -> None:
     if not processes:
         show(f"no federation in {folder}; `fadamgc federation up` starts one")
     for process in processes:
-        said = "runs" if process.alive else f"has ended; see {process.log}"
-        show(f"{process.name}: process {process.pid}, port {process.port}, {said}")
+        state = "runs" if process.alive else f"has ended; see {process.log}"
+        show(f"{process.name}: process {process.pid}, port {process.port}, {state}")
     if warning := federation.warning():
         show(f"warning: {warning}")
 
 
 @app.command()
-def down(folder: Folder = HERE) -> None:
-    """Stop everything that was started. States, keys and logs stay."""
+def down(folder: Folder = DEFAULT_FOLDER) -> None:
+    """Stop all processes of the federation. States, keys and logs are kept."""
     from fadamgc.flower.loopback import LoopbackFederation
 
     say(f"stopped {LoopbackFederation(folder).down()} processes")
@@ -92,32 +92,32 @@ def run(
     ],
     nodes: Nodes = 3,
     secure: Secure = False,
-    folder: Folder = HERE,
+    folder: Folder = DEFAULT_FOLDER,
     config: Annotated[
         str, typer.Option(help="Values for the app's config, such as \"algorithm='scaffold' rounds=3\".")
     ] = "",
 ) -> None:
-    """Run a Flower app on a federation here; if none runs, one is started, and stopped afterwards."""
+    """Run a Flower app on this machine; if no federation runs, start one, and stop it afterwards."""
     from fadamgc.flower.loopback import LoopbackFederation
 
-    _end_well()
+    _exit_on_signals()
     federation = LoopbackFederation(folder)
-    own = not federation.read().alive
+    temporary = not federation.read().alive
     try:
-        if own:
+        if temporary:
             say(f"starting a SuperLink and {nodes} nodes")
             federation.up(nodes, secure)
         if warning := federation.warning():
             say(f"warning: {warning}")
         federation.run(app_folder, config)
     except KeyboardInterrupt:
-        if not own:
+        if not temporary:
             raise FadamgcError(
-                "no longer shown, but the run goes on; `flwr ls` and `flwr stop` end it"
+                "no longer shown, but the run continues; `flwr ls` and `flwr stop` end it"
             ) from None
-        raise FadamgcError("stopped; the same command goes on with the last complete round") from None
+        raise FadamgcError("stopped; the same command continues after the last complete round") from None
     finally:
-        if own:
+        if temporary:
             federation.down()
 
 
@@ -127,22 +127,22 @@ FORWARD = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 @app.command(context_settings=FORWARD)
 def superlink(context: typer.Context, token: Token = Path("operator.token")) -> None:
-    """Run Flower's SuperLink, for the holder of the operator's token alone.
+    """Run Flower's SuperLink so that only users with the operator's token can control it.
 
     All other options are those of `flower-superlink`, such as `--ssl-certfile`. Without the token nobody can
-    register a node's key or start a run. The token is made if the file does not exist.
+    register a node's key or start a run. The file is created if it does not exist.
     """
     from fadamgc.flower.loopback import launch, make_token
 
     if not token.expanduser().exists():
         make_token(token.expanduser())
-        say(f"made {token}: who has it can run code on the SuperLink and on every node")
+        say(f"created {token}: whoever has it can run code on the SuperLink and on every node")
     _become([*launch("superlink"), "--operator-token", str(token), *context.args])
 
 
 @app.command(context_settings=FORWARD)
 def supernode(context: typer.Context) -> None:
-    """Run Flower's SuperNode, with a secret that keeps other processes from fetching its tasks.
+    """Run Flower's SuperNode with a secret that prevents other processes from fetching its tasks.
 
     All options are those of `flower-supernode`, such as `--superlink`.
     """
@@ -154,11 +154,11 @@ def supernode(context: typer.Context) -> None:
 @app.command()
 def login(
     address: Annotated[
-        str, typer.Argument(metavar="HOST:PORT", help="The SuperLink, as in Flower's config.toml.")
+        str, typer.Argument(metavar="HOST:PORT", help="Address of the SuperLink, as in Flower's config.toml.")
     ],
     token: Token = Path("operator.token"),
 ) -> None:
-    """Let Flower's own `flwr` command send the operator's token to a SuperLink.
+    """Let Flower's `flwr` command send the operator's token to a SuperLink.
 
     The token is stored where `flwr login` would store it: in $FLWR_HOME, by default ~/.flwr.
     """
@@ -176,14 +176,14 @@ def login(
 
 
 def _become(command: list[str]) -> None:
-    """Replace this process by a command; settings of Flower in the environment are kept."""
+    """Replace this process with a command; Flower's settings in the environment are kept."""
     from fadamgc.flower.loopback import QUIET, search_path
 
     os.execve(command[0], command, QUIET | os.environ | {"PATH": search_path()})
 
 
-def _end_well() -> None:
-    """Stop what was started also when this process is told to end."""
+def _exit_on_signals() -> None:
+    """Exit as after an error when a signal ends this process, so that its federation is stopped."""
 
     def end(number: int, _: object) -> None:
         sys.exit(128 + number)

@@ -1,4 +1,4 @@
-"""The command line. Errors of this package end it with their message alone; tracebacks are defects."""
+"""The command line. An error of this package is shown as its message alone; tracebacks are bugs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typer.core import TyperGroup
 from fadamgc.cli.console import say
 from fadamgc.cli.data_commands import app as data_app
 from fadamgc.cli.federation_commands import app as federation_app
-from fadamgc.cli.run_commands import app as experiments_app
-from fadamgc.cli.show_commands import app as views_app
+from fadamgc.cli.run_commands import app as run_app
+from fadamgc.cli.show_commands import app as show_app
 from fadamgc.errors import FadamgcError
 
 BAD_INPUT = 2
@@ -23,7 +23,7 @@ INTERRUPTED = 130
 
 
 class Commands(TyperGroup):
-    """The group of commands, and the one place where errors become messages and exit codes."""
+    """The group of commands; the one place where errors become messages and exit codes."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command."""
@@ -44,7 +44,7 @@ class Commands(TyperGroup):
             raise typer.Exit(BAD_INPUT) from None
         except (MemoryError, RuntimeError) as error:
             if isinstance(error, RuntimeError) and "can't allocate memory" not in str(error):
-                raise  # torch has no special error for want of memory
+                raise  # torch has no special error for lack of memory
             say("error: there is not enough memory for this; make the task smaller or use fewer --workers")
             raise typer.Exit(BAD_INPUT) from None
         except KeyboardInterrupt:
@@ -66,12 +66,12 @@ def main() -> None:
     """Entry point of the command ``fadamgc``."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal that has no sign for it shows a question mark
+            stream.reconfigure(errors="replace")  # for characters that the terminal cannot show
     try:
         app()
     except SystemExit as end:
         if end.code == INTERRUPTED:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is ending; a second Ctrl-C has nothing to say
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # already exiting: ignore a second Ctrl-C
         raise
 
 
@@ -84,7 +84,7 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _fadamgc(
     show_version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Federated optimisation with adaptive optimizers that do not drift.
@@ -94,7 +94,7 @@ def _fadamgc(
     """
 
 
-app.add_typer(experiments_app)
-app.add_typer(views_app)
+app.add_typer(run_app)
+app.add_typer(show_app)
 app.add_typer(data_app, name="data")
 app.add_typer(federation_app, name="federation")

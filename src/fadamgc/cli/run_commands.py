@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,18 +14,19 @@ from fadamgc.cli.show_commands import show
 from fadamgc.errors import FadamgcError, InputError, whole
 
 if TYPE_CHECKING:
+    from fadamgc.experiments.folder import ExperimentFolder
     from fadamgc.experiments.report.numbers import Results
-    from fadamgc.experiments.run.runner import Failure
+    from fadamgc.experiments.run.runner import Failure, Runner
     from fadamgc.experiments.spec.sections import Spec
 
-# What a command needs beside this is imported when it runs, so that --help is quick.
+# A command imports the rest when it runs, so that --help is quick.
 
 app = typer.Typer(rich_markup_mode="markdown")
 
 
 @dataclass(frozen=True)
-class How:
-    """How an experiment is carried out; its numbers do not depend on it."""
+class RunOptions:
+    """Options that do not change the numbers of an experiment."""
 
     workers: int | None
     quiet: bool
@@ -33,42 +34,48 @@ class How:
     overwrite: bool
 
 
-SpecFile = Annotated[Path, typer.Argument(help="The experiment as a TOML file.", show_default=False)]
-Out = Annotated[Path, typer.Option("--out", "-o", help="Folder for everything that is written.")]
+SpecFile = Annotated[Path, typer.Argument(help="The experiment, a TOML file.", show_default=False)]
+Out = Annotated[Path, typer.Option("--out", "-o", help="Folder to write to.")]
 OutOfSpec = Annotated[
     Path | None,
-    typer.Option("--out", "-o", help="Folder to write to.", show_default="out/ and the name of the spec"),
+    typer.Option(
+        "--out", "-o", help="Folder to write to.", show_default="out/NAME, with the name in the spec"
+    ),
 ]
-Rounds = Annotated[int | None, typer.Option(help="Global rounds, instead of the spec's.", show_default=False)]
+Rounds = Annotated[
+    int | None, typer.Option(help="Number of rounds, instead of the spec's.", show_default=False)
+]
 Seed = Annotated[int | None, typer.Option(help="The first seed, instead of the spec's.", show_default=False)]
 SeedCount = Annotated[
     int | None,
-    typer.Option("--seeds", help="How many seeds, counted up from the first.", show_default=False),
+    typer.Option("--seeds", help="Number of seeds, counted from the first one.", show_default=False),
 ]
 Methods = Annotated[
     str | None,
-    typer.Option(help="Only these methods of the spec, separated by commas.", show_default=False),
+    typer.Option(help="Run only these methods of the spec, separated by commas.", show_default=False),
 ]
 Workers = Annotated[
     int | None,
-    typer.Option(help="Processes; the results do not depend on it.", show_default="one for each core"),
+    typer.Option(help="Number of processes; it does not change the results.", show_default="one per core"),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress, only the results.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Keep the finished runs in the folder and go on.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Keep the finished runs in the folder and continue.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the experiment in the folder.")]
 Track = Annotated[
     str,
-    typer.Option(help="Watch the runs with tensorboard or mlflow, or both, separated by a comma."),
+    typer.Option(help="Track the runs with tensorboard or mlflow, or both, separated by a comma."),
 ]
 Tune = Annotated[
     bool,
-    typer.Option("--tune", help="Choose the step sizes anew from the spec's grid first; takes much longer."),
+    typer.Option("--tune", help="First choose the step sizes from the spec's grid; takes much longer."),
 ]
 
 
 @app.command()
 def compare(
-    preset: Annotated[str, typer.Option(help="A comparison that comes with fadamgc.")] = "digits",
+    preset: Annotated[
+        str, typer.Option(help="A comparison that is included in fadamgc; `fadamgc list` shows them.")
+    ] = "digits",
     tune: Tune = False,
     seed: Seed = None,
     seeds: SeedCount = None,
@@ -84,8 +91,8 @@ def compare(
 ) -> None:
     """Compare methods: rounds and simulated minutes to a target accuracy, over several seeds.
 
-    Prints a table and writes into the folder: `report.html` (one page that needs no network),
-    `results.csv`, `results.md`, `curves.csv`, `curves.png`, the spec, and the record of every run.
+    Prints a table, and writes to the folder: `report.html` (a page that works offline), `results.csv`,
+    `results.md`, `curves.csv`, `curves.png`, the spec, and the record of every run.
 
     Examples:
 
@@ -97,8 +104,8 @@ def compare(
 
     use_data(data_root)
     _use_trackers(track)
-    chosen = _adjusted(preset_named(preset), seed, seeds, rounds, methods)
-    _experiment(chosen, out, tune, How(workers, quiet, resume, overwrite))
+    spec = _adjusted(preset_named(preset), seed, seeds, rounds, methods)
+    _run_and_report(spec, out, tune, RunOptions(workers, quiet, resume, overwrite))
 
 
 @app.command()
@@ -117,10 +124,10 @@ def run(
     data_root: DataRoot = None,
     track: Track = "",
 ) -> None:
-    """Run an experiment of your own from a TOML file.
+    """Run your own experiment from a TOML file.
 
-    Every experiment's folder holds its `spec.toml`: run `fadamgc compare --rounds 1`, copy that file,
-    and change what you like.
+    The folder of every experiment contains its `spec.toml`: run `fadamgc compare --rounds 1`, copy that
+    file, and edit it.
 
     Examples:
 
@@ -131,22 +138,22 @@ def run(
 
     use_data(data_root)
     _use_trackers(track)
-    chosen = _adjusted(load_spec(spec), seed, seeds, rounds, methods)
-    _experiment(chosen, _folder(out, chosen), tune, How(workers, quiet, resume, overwrite))
+    experiment = _adjusted(load_spec(spec), seed, seeds, rounds, methods)
+    _run_and_report(experiment, _folder(out, experiment), tune, RunOptions(workers, quiet, resume, overwrite))
 
 
 @app.command()
 def reproduce(
-    name: Annotated[str, typer.Argument(help="An experiment of the paper's; 'fadamgc list' shows them.")],
+    name: Annotated[str, typer.Argument(help="An experiment of the paper; `fadamgc list` shows them.")],
     scale: Annotated[
-        str, typer.Option(help="laptop: minutes on two cores; paper: the paper's own setting, for a GPU.")
+        str, typer.Option(help="laptop: minutes on two cores; paper: the setting of the paper, for a GPU.")
     ] = "laptop",
     tune: Annotated[
         bool | None,
         typer.Option(
             "--tune/--no-tune",
-            help="Choose the step sizes from the grid first.",
-            show_default="where none are given",
+            help="First choose the step sizes from the grid.",
+            show_default="only if the experiment has none",
         ),
     ] = None,
     seeds: SeedCount = None,
@@ -165,7 +172,7 @@ def reproduce(
 ) -> None:
     """Run one of the paper's experiments, on real data.
 
-    Stop it with Ctrl-C whenever you like; the same command with --resume goes on where it was.
+    Stop it with Ctrl-C at any time; the same command with --resume continues.
 
     Examples:
 
@@ -174,14 +181,14 @@ def reproduce(
     - `fadamgc reproduce heterogeneity --scale laptop --seeds 2 --resume`
     """
     from fadamgc.experiments.report.write import write_study_report
-    from fadamgc.experiments.run.runner import duration
+    from fadamgc.experiments.run.progress import duration
     from fadamgc.paper.study import load_study, write_study
 
     use_data(data_root)
     _use_trackers(track)
     study = load_study(name, scale)
     folder = out or Path("out") / f"{name}-{scale}"
-    how = How(workers, quiet, resume, overwrite)
+    options = RunOptions(workers, quiet, resume, overwrite)
     single, began = len(study.cells) == 1, time.perf_counter()
     if not single:
         write_study(study, folder)
@@ -194,9 +201,9 @@ def reproduce(
         spec = _adjusted(cell.spec, None, seeds, rounds, methods)
         if tuned is not None:
             spec = spec.with_steps_of(tuned)
-        given = all("eta_l" in method.hyperparameters for method in spec.methods)
-        searching = (not given if tune is None else tune) and spec.tune is not None and tuned is None
-        results = _experiment(spec, folder if single else folder / spec.name, searching, how)
+        has_steps = all("eta_l" in method.hyperparameters for method in spec.methods)
+        search = (not has_steps if tune is None else tune) and spec.tune is not None and tuned is None
+        results = _run_and_report(spec, folder if single else folder / spec.name, search, options)
         if study.tune_on == cell.name:
             tuned = results.spec
     if not single:
@@ -215,32 +222,34 @@ def tune(
     overwrite: Overwrite = False,
     data_root: DataRoot = None,
 ) -> None:
-    """Choose step sizes from the spec's grid, the same for every method, on held-out train data.
+    """Choose step sizes on held-out train data, from a grid that is the same for every method.
 
-    Writes `tuning.csv`, the whole grid with what came of it, and `tuned.toml`, the spec with the step
-    sizes that were chosen. The test data are never looked at.
+    Writes `tuning.csv`, the results of the whole grid, and `tuned.toml`, the spec with the chosen step
+    sizes. The test data are never used.
 
     Example: `fadamgc tune spec.toml --out out/tuning`
     """
-    from fadamgc.experiments.folder import ExperimentFolder
+    from fadamgc.experiments.folder import TUNED_SPEC, TUNING_TABLE, ExperimentFolder
+    from fadamgc.experiments.run.runner import Runner
     from fadamgc.experiments.spec.toml_io import load_spec
+    from fadamgc.experiments.tune import tuning_plan
 
     use_data(data_root)
-    chosen = _adjusted(load_spec(spec), None, None, None, methods)
-    folder = _folder(out, chosen)
-    with ExperimentFolder(folder).lock():
-        _tuned(chosen, folder, How(workers, quiet, resume, overwrite))
-    terminal().print(f"{folder / 'tuned.toml'}, {folder / 'tuning.csv'}", highlight=False, soft_wrap=True)
+    experiment = _adjusted(load_spec(spec), None, None, None, methods)
+    folder = ExperimentFolder(_folder(out, experiment))
+    runner = Runner(workers, quiet)
+    runner.check(tuning_plan(experiment, folder.path))
+    with folder.lock():
+        _tuned(experiment, folder, runner, resume, overwrite)
+    paths = f"{folder.path / TUNED_SPEC}, {folder.path / TUNING_TABLE}"
+    terminal().print(paths, highlight=False, soft_wrap=True)
 
 
 def _use_trackers(names: str) -> None:
     if names:
-        from fadamgc.trackers import choose
+        from fadamgc.trackers import track_with
 
-        choose(names)
-
-
-# What the commands have in common.
+        track_with(names)
 
 
 def _folder(out: Path | None, spec: Spec) -> Path:
@@ -250,7 +259,7 @@ def _folder(out: Path | None, spec: Spec) -> Path:
 def _adjusted(
     spec: Spec, seed: int | None, seeds: int | None, rounds: int | None, methods: str | None
 ) -> Spec:
-    """The spec with what the command line says."""
+    """Change a spec by the options of the command line."""
     if seeds is not None:
         whole("seeds", seeds, 1)
     first = spec.run.seeds[0] if seed is None else seed
@@ -260,59 +269,51 @@ def _adjusted(
     return spec if methods is None else spec.only(name.strip() for name in methods.split(","))
 
 
-def _experiment(spec: Spec, out: Path, tune: bool, how: How) -> Results:
-    """Run an experiment, after choosing its step sizes if so wished, and show what came of it."""
+def _run_and_report(spec: Spec, out: Path, tune: bool, options: RunOptions) -> Results:
+    """Run an experiment, with ``tune`` after choosing its step sizes, and print its table."""
     from fadamgc.experiments.folder import ExperimentFolder
     from fadamgc.experiments.report.write import write_report
-    from fadamgc.experiments.run.runner import check, run_spec
-    from fadamgc.experiments.run.workers import check_workers
+    from fadamgc.experiments.run.runner import Runner, run_spec
+    from fadamgc.experiments.tune import tuning_plan
 
     began = time.perf_counter()
-    check_workers(how.workers)
-    check(ExperimentFolder(out).plan(spec), how.workers, how.quiet)  # before a folder is made
-    with ExperimentFolder(out).lock():
+    folder = ExperimentFolder(out)
+    runner = Runner(options.workers, options.quiet)
+    runner.check(folder.plan(spec))  # before the folder is made
+    if tune:
+        runner.check(tuning_plan(spec, out))
+    resume, overwrite = options.resume, options.overwrite
+    with folder.lock():
         if tune:
-            spec = _tuned(spec, out, how)
-            how = replace(how, resume=True, overwrite=False)  # what the folder holds now is this command's
-        failures = run_spec(
-            *(spec, out, how.workers, how.quiet, how.resume, how.overwrite),
-            tuned=tune,
-            checked=not tune,
-        )
+            spec = _tuned(spec, folder, runner, resume, overwrite)
+            resume, overwrite = True, False  # the experiment in the folder is now that of this command
+        failures = run_spec(spec, out, resume=resume, overwrite=overwrite, tuned=tune, runner=runner)
         try:
             results = write_report(out)
         except InputError:
-            _refuse(failures)  # if no run was finished, that is why
+            _raise(failures)  # if no run finished, the failures are the reason
             raise
     show(results, out, time.perf_counter() - began)
-    _refuse(failures)
+    _raise(failures)
     return results
 
 
-def _tuned(spec: Spec, out: Path, how: How) -> Spec:
-    """The spec with the step sizes that its grid gives."""
-    from fadamgc.experiments.folder import ExperimentFolder
-    from fadamgc.experiments.run.runner import check, write_spec
-    from fadamgc.experiments.run.workers import check_workers
+def _tuned(spec: Spec, folder: ExperimentFolder, runner: Runner, resume: bool, overwrite: bool) -> Spec:
+    """Choose the step sizes of a spec from its grid."""
+    from fadamgc.experiments.run.runner import open_folder
     from fadamgc.experiments.spec.sections import STEPS
-    from fadamgc.experiments.tune import grid_of, tune, tune_jobs
+    from fadamgc.experiments.tune import tune
 
-    check_workers(how.workers)
-    check(tune_jobs(spec, grid_of(spec), out), how.workers, how.quiet)
-    folder = ExperimentFolder(out)
-    if how.resume:
-        folder.check_resumable(spec, tuned=True)
-    folder.make_ready(how.resume, how.overwrite)
-    write_spec(spec, folder)
-    tuned = tune(spec, out, how.workers, how.quiet, how.resume, checked=True)
+    open_folder(folder, spec, resume, overwrite, tuned=True)
+    tuned = tune(spec, folder.path, resume=resume, runner=runner)
     for method in tuned.spec.methods:
-        chosen = ", ".join(f"{key}={method.hyperparameters[key]:g}" for key in STEPS)
-        say(f"tuned {method.label}: {chosen}")
+        steps = ", ".join(f"{key}={method.hyperparameters[key]:g}" for key in STEPS)
+        say(f"tuned {method.label}: {steps}")
     for note in tuned.notes:
         say(f"note: {note}")
     return tuned.spec
 
 
-def _refuse(failures: tuple[Failure, ...]) -> None:
+def _raise(failures: tuple[Failure, ...]) -> None:
     if failures:
-        raise FadamgcError("\n".join(f"{failure.job}: {failure.error}" for failure in failures))
+        raise FadamgcError("\n".join(f"{failure.run}: {failure.error}" for failure in failures))

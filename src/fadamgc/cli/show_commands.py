@@ -1,4 +1,4 @@
-"""The commands that show what there is, and what came of experiments."""
+"""The commands that show results, and what the package has."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fadamgc.escape import printable
 if TYPE_CHECKING:
     from fadamgc.experiments.report.numbers import Results
 
-# What a command needs beside this is imported when it runs, so that --help is quick.
+# A command imports the rest when it runs, so that --help is quick.
 
 app = typer.Typer(rich_markup_mode="markdown")
 
@@ -25,7 +25,7 @@ def report(
     folders: Annotated[
         list[Path],
         typer.Argument(
-            help="Folders that `compare`, `run` or `reproduce` has written.",
+            help="Folders that `compare`, `run`, `reproduce` or a Flower server has written.",
             metavar="FOLDER...",
             show_default=False,
         ),
@@ -35,32 +35,36 @@ def report(
         typer.Option(
             "--out",
             "-o",
-            help="Folder to write to; the given folders are then only read.",
-            show_default="each folder itself; out/report for the common page of several",
+            help="Folder to write to; the other folders are then only read.",
+            show_default="each folder itself; out/report for the common page",
         ),
     ] = None,
     down_mbps: Annotated[
-        float | None, typer.Option(help="Link speed to the clients, in Mbps.", show_default="the spec's")
+        float | None,
+        typer.Option(help="Link speed from the server to a client, in Mbps.", show_default="the spec's"),
     ] = None,
     up_mbps: Annotated[
-        float | None, typer.Option(help="Link speed to the server, in Mbps.", show_default="the spec's")
+        float | None,
+        typer.Option(help="Link speed from a client to the server, in Mbps.", show_default="the spec's"),
     ] = None,
     seconds_per_step: Annotated[
-        float | None, typer.Option(help="Time of one local step.", show_default="the spec's")
+        float | None, typer.Option(help="Seconds per local step.", show_default="the spec's")
     ] = None,
     latency: Annotated[
-        float | None, typer.Option(help="Seconds a round beside that.", show_default="the spec's")
+        float | None, typer.Option(help="Additional seconds per round.", show_default="the spec's")
     ] = None,
     per_round: Annotated[
         Literal["mean", "slowest"] | None,
-        typer.Option(help="A round takes as long as its mean or slowest client.", show_default="the spec's"),
+        typer.Option(
+            help="Whether a round takes as long as its mean or its slowest client.", show_default="the spec's"
+        ),
     ] = None,
 ) -> None:
     """Make all tables, figures and the page again from saved runs, without running anything.
 
-    With options, the same runs are priced for other links and devices. Several folders also get one page
-    and one table together. A folder of a study stands for the experiments in it. With --out, the folders
-    stay as they are, and each of several experiments has a folder of its name there.
+    The options price the same runs for other links and devices. Several folders also get one page and one
+    table together. The folder of a study stands for all its experiments. With --out, the folders are not
+    changed, and each of several experiments gets a folder with its name there.
 
     Examples:
 
@@ -72,72 +76,67 @@ def report(
     from fadamgc.experiments.report.write import write_report, write_reports, write_study_report
     from fadamgc.paper.study import read_study
 
-    every: dict[Path, Path] = {}  # the folder of each experiment, and where its report is written
-    places = _places(folders, out)
-    for folder, place in places.items():
-        read_study(folder)  # refuses one that leads elsewhere
+    targets: dict[Path, Path] = {}  # by the folder of each experiment: the folder of its report
+    targets_of_arguments = _targets(folders, out)
+    for folder, target in targets_of_arguments.items():
+        read_study(folder)  # refuses a study that leads out of its folder
         inside = sorted(path.parent for path in folder.glob(f"*/{SPEC}"))
         if ExperimentFolder(folder).has_experiment or not inside:
-            every[folder] = place
+            targets[folder] = target
         else:
-            every |= {path: place / path.name for path in inside}
+            targets |= {path: target / path.name for path in inside}
+    options = {
+        "down_mbps": down_mbps,
+        "up_mbps": up_mbps,
+        "seconds_per_step": seconds_per_step,
+        "latency": latency,
+        "per_round": per_round,
+    }
     cost = None
-    for folder, place in every.items():
-        spec = (
-            ExperimentFolder(folder)
-            .read_spec()
-            .replace(
-                "cost",
-                down_mbps=down_mbps,
-                up_mbps=up_mbps,
-                seconds_per_step=seconds_per_step,
-                latency=latency,
-                per_round=per_round,
-            )
-        )
-        cost = spec.cost.model()
-        show(write_report(folder, cost, None if out is None else place), place)
-    priced = any(v is not None for v in (down_mbps, up_mbps, seconds_per_step, latency, per_round))
-    for folder, place in places.items():
+    for folder, target in targets.items():
+        cost = ExperimentFolder(folder).read_spec().replace("cost", **options).cost.model()
+        show(write_report(folder, cost, None if out is None else target), target)
+    common_cost = cost if any(value is not None for value in options.values()) else None
+    for folder, target in targets_of_arguments.items():
         if read_study(folder) is not None:
-            for path in write_study_report(folder, cost if priced else None, place):
+            for path in write_study_report(folder, common_cost, target):
                 say(str(path))
-    if len(folders) > 1 or (len(every) > 1 and read_study(folders[0]) is None):
+    if len(folders) > 1 or (len(targets) > 1 and read_study(folders[0]) is None):
         common = out or Path("out/report")
-        write_reports(list(every), common, cost if priced else None)
-        where = printable(str(common / "report.html"))
-        terminal().print(where, highlight=False, soft_wrap=True, markup=False)
+        write_reports(list(targets), common, common_cost)
+        line = printable(str(common / "report.html"))
+        terminal().print(line, highlight=False, soft_wrap=True, markup=False)
 
 
-def _places(folders: list[Path], out: Path | None) -> dict[Path, Path]:
-    """Where the reports of folders go: into the folders, or below ``out``, each of several by its name."""
+def _targets(folders: list[Path], out: Path | None) -> dict[Path, Path]:
+    """Return the folders of reports: the same folders, or inside ``out``, each of several by its name."""
     if out is None:
         return {folder: folder for folder in folders}
     if len(folders) == 1:
         return {folders[0]: out}
-    places: dict[Path, Path] = {}
+    targets: dict[Path, Path] = {}
     for folder in folders:
         name, number = folder.resolve().name, 1
-        while out / name in places.values():
+        while out / name in targets.values():
             number += 1
             name = f"{folder.resolve().name}-{number}"
-        places[folder] = out / name
-    return places
+        targets[folder] = out / name
+    return targets
 
 
 @app.command()
 def predict(
     run: Annotated[Path, typer.Argument(help="A run on texts: OUT/runs/NAME.", show_default=False)],
-    text: Annotated[str, typer.Argument(help="What is to be classified.", show_default=False)],
+    text: Annotated[str, typer.Argument(help="The text to classify.", show_default=False)],
     second: Annotated[
-        str | None, typer.Argument(help="The other text, where the data are pairs.", show_default=False)
+        str | None, typer.Argument(help="The other text, if the data are pairs.", show_default=False)
     ] = None,
     base: Annotated[
         str | None,
-        typer.Option(help="The base model's folder.", show_default="where it was for the run"),
+        typer.Option(help="Folder of the base model.", show_default="as in the run"),
     ] = None,
 ) -> None:
-    """Show what a trained text classifier says.
+    """Classify a text with the result of a run: the most likely labels and their probabilities.
 
     Examples:
 
@@ -149,8 +148,8 @@ def predict(
     from fadamgc.experiments.predict import predict as classify
 
     table = Table("label", "probability")
-    for label, share in list(classify(run, text, second, base).items())[:5]:
-        table.add_row(Text(printable(label)), f"{share:.1%}")
+    for label, probability in list(classify(run, text, second, base).items())[:5]:
+        table.add_row(Text(printable(label)), f"{probability:.1%}")
     terminal().print(table)
 
 
@@ -160,11 +159,11 @@ def keep(
         Path,
         typer.Argument(help="A folder that `compare`, `run` or `reproduce` has written.", show_default=False),
     ],
-    to: Annotated[Path, typer.Argument(help="Where to copy it.", show_default=False)],
+    to: Annotated[Path, typer.Argument(help="Folder to copy to.", show_default=False)],
 ) -> None:
-    """Copy an experiment's records, tables and figures, without weights: small enough for git.
+    """Copy the records, tables and figures of an experiment, without weights: small enough for git.
 
-    `fadamgc report` makes the rest again from the copy.
+    `fadamgc report` makes the other files again from the copy.
 
     Example: `fadamgc keep out/main-cifar10-laptop results/main-cifar10`
     """
@@ -176,20 +175,18 @@ def keep(
 
 @app.command("list")
 def list_() -> None:
-    """Show what there is: algorithms with their settings and traffic, presets, tasks, executors."""
+    """List algorithms (with settings and traffic), presets, studies, tasks, partitions and executors."""
     from rich.table import Table
 
-    from fadamgc.experiments.spec.sections import RUNNABLE, DigitsTask
+    from fadamgc.experiments.spec.sections import EXECUTORS
     from fadamgc.experiments.spec.toml_io import preset, presets
     from fadamgc.federation.cost import traffic
     from fadamgc.methods import algorithm_class, algorithms
     from fadamgc.paper.study import studies
-    from fadamgc.sim.executors import EXECUTORS
+    from fadamgc.tasks.sections import RUNNABLE, LabelledTask
 
     console = terminal()
-    table = Table(
-        title="Algorithms: vectors of the model's size between the server and one client in a round"
-    )
+    table = Table(title="Algorithms: vectors of the model's size between the server and one client per round")
     for title in ("name", "title", "down", "up", "also up if tracked", "settings and their defaults"):
         table.add_column(title, justify="right" if "up" in title or title == "down" else "left")
     for name in algorithms():
@@ -207,33 +204,36 @@ def list_() -> None:
     for title, names in (
         ("to reproduce", studies()),
         ("tasks", RUNNABLE),
-        ("partitions", DigitsTask.PARTITION),
-        ("executors", ("auto", *EXECUTORS)),
+        ("partitions", LabelledTask.PARTITIONS),
+        ("executors", EXECUTORS),
     ):
         console.print(f"{title}: {', '.join(names)}", highlight=False)
 
 
 @app.command()
 def partition(
-    data: Annotated[str, typer.Option(help="Labelled data.")] = "digits",
+    data: Annotated[str, typer.Option(help="A data set with labels.")] = "digits",
     clients: Annotated[int, typer.Option(help="Number of clients.")] = 50,
     kind: Annotated[
-        str, typer.Option("--partition", help="How labels are dealt: dirichlet, iid or shards.")
+        str, typer.Option("--partition", help="How samples are distributed: dirichlet, iid or shards.")
     ] = "dirichlet",
     alpha: Annotated[
-        float | None, typer.Option(help="Concentration of dirichlet; small is skewed.", show_default="0.1")
+        float | None,
+        typer.Option(help="Concentration of dirichlet; small values give skewed labels.", show_default="0.1"),
     ] = None,
     min_size: Annotated[
-        int | None, typer.Option(help="Least samples a client, of dirichlet.", show_default="1")
+        int | None, typer.Option(help="Minimum of samples per client, for dirichlet.", show_default="1")
     ] = None,
     shards_per_client: Annotated[
-        int | None, typer.Option(help="Shards a client, of shards.", show_default="2")
+        int | None, typer.Option(help="Shards per client, for shards.", show_default="2")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the draw.")] = 0,
-    out: Annotated[Path, typer.Option("--out", "-o", help="The picture.")] = Path("partition.png"),
+    seed: Annotated[int, typer.Option(help="Seed of the partition.")] = 0,
+    out: Annotated[Path, typer.Option("--out", "-o", help="File of the plot: .png, .svg or .pdf.")] = Path(
+        "partition.png"
+    ),
     data_root: DataRoot = None,
 ) -> None:
-    """Draw which client holds which labels.
+    """Plot which client has which labels.
 
     Examples:
 
@@ -245,8 +245,8 @@ def partition(
     import numpy as np
 
     from fadamgc.experiments.report.label_plot import save_label_picture
-    from fadamgc.experiments.spec.toml_io import task_spec
     from fadamgc.tasks.build import label_counts
+    from fadamgc.tasks.sections import task_spec
 
     use_data(data_root)
     task = task_spec(
@@ -259,33 +259,33 @@ def partition(
     )
     labels = label_counts(task, seed)
     if labels is None:
-        raise InputError(f"data={data!r} has no labels to draw; use --data digits")
-    sizes, held = labels.counts.sum(axis=1), (labels.counts > 0).sum(axis=1)
+        raise InputError(f"data={data!r} has no labels to plot; use --data digits")
+    sizes, classes = labels.counts.sum(axis=1), (labels.counts > 0).sum(axis=1)
     try:
         save_label_picture(labels.counts, out, title=f"{labels.note} (seed {seed})")
     except OSError as error:
         raise InputError(f"out={str(out)!r} cannot be written: {error.strerror}") from None
     console = terminal()
     console.print(labels.note, highlight=False)
-    for what, values in (("samples a client", sizes), ("labels a client", held)):
+    for name, values in (("samples per client", sizes), ("labels per client", classes)):
         console.print(
-            f"{what}: least {values.min()}, median {np.median(values):g}, most {values.max()}",
+            f"{name}: least {values.min()}, median {np.median(values):g}, most {values.max()}",
             highlight=False,
         )
-    console.print(f"picture: {out}", highlight=False, soft_wrap=True)
+    console.print(f"plot: {out}", highlight=False, soft_wrap=True)
 
 
 def show(results: Results, folder: Path, seconds: float | None = None) -> None:
-    """Print the table of an experiment and where the rest of it is."""
+    """Print the table of an experiment and the path of its report."""
     from fadamgc.experiments.report.write import rich_table
 
     console = terminal()
     console.print(rich_table(results))
     for reasons in results.damaged.values():
         for reason in reasons:
-            say(f"warning: {reason}; the tables are without this run, `fadamgc run --resume` makes it again")
+            say(f"warning: {reason}; the tables are without this run, `fadamgc run --resume` runs it again")
     if results.missing:
-        console.print(f"{results.missing} runs of the spec are not there", highlight=False)
+        console.print(f"{results.missing} runs of the spec are missing", highlight=False)
     took = "" if seconds is None else f" ({seconds:.0f} s)"
-    where = f"written{took}: {folder / 'report.html'}, and the tables and figures beside it"
-    console.print(printable(where), highlight=False, soft_wrap=True, markup=False)
+    line = f"written{took}: {folder / 'report.html'}, with the tables and figures next to it"
+    console.print(printable(line), highlight=False, soft_wrap=True, markup=False)

@@ -24,7 +24,7 @@ from fadamgc.bundle import has_bundle
 from fadamgc.errors import CheckpointError, CheckpointInUseError, InputError, UnwritableError
 from fadamgc.escape import printable
 from fadamgc.experiments.planned_run import REPORT, PlannedRun
-from fadamgc.experiments.spec.sections import STEPS, MethodSpec, Spec, validated
+from fadamgc.experiments.spec.sections import STEPS, MethodSpec, Spec
 from fadamgc.experiments.spec.toml_io import load_spec
 from fadamgc.federation.run import Run, read_run
 from fadamgc.files import LOCK, lock, make_folder, write_atomic
@@ -110,7 +110,7 @@ class ExperimentFolder:
         if not any(runs.values()):
             reasons = [reason for all_of in (*damaged.values(), *diverged.values()) for reason in all_of]
             why = "".join(f"\n{reason}" for reason in reasons) if reasons else "; run it first"
-            raise InputError(f"folder={str(self.path)!r} holds no finished run of its spec{why}")
+            raise InputError(f"folder={str(self.path)!r} has no finished run of its spec{why}")
         return SavedExperiment(spec, runs, diverged, damaged)
 
     def _saved_folders(self) -> list[Path]:
@@ -121,7 +121,7 @@ class ExperimentFolder:
         folders = self._saved_folders()
         if not folders:
             raise InputError(
-                f"folder={str(self.path)!r} holds no {SPEC}; give a folder that `fadamgc compare` or `run` "
+                f"folder={str(self.path)!r} has no {SPEC}; give a folder that `fadamgc compare` or `run` "
                 "has written"
             )
         saved = [read_run(path) for path in folders]
@@ -131,7 +131,7 @@ class ExperimentFolder:
             for key, value, expected in _settings_of(other, first):
                 if value != expected:
                     raise InputError(
-                        f"folder={str(self.path)!r} holds no {SPEC}, and its runs have different settings: "
+                        f"folder={str(self.path)!r} has no {SPEC}, and its runs have different settings: "
                         f"{key}={expected!r} in {first.folder.name}, {value!r} in {other.folder.name}; "
                         "give a folder for each"
                     )
@@ -157,7 +157,7 @@ class ExperimentFolder:
             "cost": first.cost,
             "methods": tuple(method for i, method in enumerate(methods) if method not in methods[:i]),
         }
-        spec = validated(Spec, tables, f"the runs of {self.path}:")
+        spec = Spec.from_table(tables, f"the runs of {self.path}:")
         pairs = zip(planned, methods, strict=True)
         return spec, [PlannedRun.of(spec, method, one.seed, one.folder) for one, method in pairs]
 
@@ -190,7 +190,7 @@ class ExperimentFolder:
             occupied = any(not _is_leftover(path.name) for path in out.iterdir())
             if occupied and not (out / SPEC).exists():
                 raise InputError(
-                    f"out={str(out)!r} holds other files and no experiment; give a new or empty folder"
+                    f"out={str(out)!r} has other files and no experiment; give a new or empty folder"
                 )
             if occupied and overwrite:
                 for name in FILES:
@@ -199,7 +199,7 @@ class ExperimentFolder:
                     shutil.rmtree(out / name, ignore_errors=True)
             elif occupied and not resume:
                 raise InputError(
-                    f"out={str(out)!r} already holds an experiment; --resume goes on with it, "
+                    f"out={str(out)!r} already has an experiment; --resume continues it, "
                     "--overwrite replaces it, --out names another folder"
                 )
             make_folder(out)
@@ -246,7 +246,7 @@ class ExperimentFolder:
     def _check_equal(self, setting: str, before: object, now: object) -> None:
         if before != now:
             raise InputError(
-                f"out={str(self.path)!r} holds an experiment with other settings: {setting}={before!r} "
+                f"out={str(self.path)!r} has an experiment with other settings: {setting}={before!r} "
                 f"there, {now!r} here; --overwrite replaces it, --out names another folder"
             )
 

@@ -1,4 +1,4 @@
-"""What a trained text classifier says of a sentence."""
+"""Classify a text with the result of a run."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from fadamgc.data.sources import data_root, source
 from fadamgc.errors import InputError, nearest
 from fadamgc.experiments.folder import RUNS
 from fadamgc.experiments.planned_run import ADAPTER, IDENTITY
-from fadamgc.experiments.spec.sections import TextTask
-from fadamgc.experiments.spec.toml_io import task_spec
 from fadamgc.federation.run import read_run
+from fadamgc.tasks.sections import TextTask, task_spec
 
 LABELS = {
     "glue/sst2": ("negative", "positive"),
@@ -25,44 +24,43 @@ LABELS = {
 def predict(
     folder: str | Path, first: str, second: str | None = None, base: str | Path | None = None
 ) -> dict[str, float]:
-    """The probability of each label, the likeliest first.
+    """Return the probability of each label, the likeliest first.
 
     Args:
         folder: of a run on texts, ``OUT/runs/NAME``.
         first: the text.
-        second: of a pair.
-        base: where the base model is, if no longer where it was for the run.
+        second: the other text, if the data are pairs.
+        base: the folder of the base model, if it has moved since the run.
     """
     folder = Path(folder)
     task = _task(folder)
-    known = source(task.data)
-    if (second is not None) != (len(known.inputs) > 1):
-        raise InputError(f"{task.data} has {' and '.join(known.inputs)}; give {len(known.inputs)} text(s)")
+    inputs, classes = source(task.data).inputs, source(task.data).classes
+    if (second is not None) != (len(inputs) > 1):
+        raise InputError(f"{task.data} has {' and '.join(inputs)}; give {len(inputs)} text(s)")
     for text in (first, second):
         if text is not None and not text.strip():
             raise InputError("the text is empty")
         if text is not None and any("\ud800" <= letter <= "\udfff" for letter in text):
-            raise InputError(f"the text {text!r} is no UTF-8")
+            raise InputError(f"the text {text!r} is not UTF-8")
     from fadamgc.models.pretrained import base_folder, load_adapter
     from fadamgc.models.text import TextClassifier, encode
 
     try:
-        loaded = load_adapter(base or task.model, known.classes, folder / ADAPTER)
+        loaded = load_adapter(base or task.model, classes, folder / ADAPTER)
     except InputError as error:
         if base is not None or Path(base_folder(task.model)).is_dir():
             raise
-        raise InputError(f"{error}; where it is now, if it is a folder, can be said with --base") from None
+        raise InputError(f"{error}; if it is a folder that has moved, give its path with --base") from None
     model = TextClassifier(loaded.net, loaded.tokenizer.pad_token_id).eval()
     length = task.length if loaded.positions is None else min(task.length, loaded.positions)
     tokens = encode(loaded.tokenizer, [first], None if second is None else [second], length)
     with torch.no_grad():
-        shares = torch.softmax(model(tokens)[0], dim=0).tolist()
-    names = labels_of(task.data)
-    return dict(sorted(zip(names, shares, strict=True), key=lambda pair: -pair[1]))
+        probabilities = torch.softmax(model(tokens)[0], dim=0).tolist()
+    return dict(sorted(zip(labels_of(task.data), probabilities, strict=True), key=lambda pair: -pair[1]))
 
 
 def labels_of(data: str) -> tuple[str, ...]:
-    """What the labels of a data set are called; their numbers where that is not known."""
+    """Return the names of a data set's labels; their numbers where names are not known."""
     classes = source(data).classes
     if data in LABELS:
         return LABELS[data]
@@ -75,13 +73,12 @@ def labels_of(data: str) -> tuple[str, ...]:
 
 def _task(folder: Path) -> TextTask:
     if not (folder / ADAPTER).is_dir():
-        what = f"there is no {ADAPTER} in it" if folder.is_dir() else "there is no such folder"
+        reason = f"there is no {ADAPTER} in it" if folder.is_dir() else "there is no such folder"
         inside = sorted(str(path.parent) for path in folder.glob(f"{RUNS}/*/{ADAPTER}"))
-        beside = [str(path.parent) for path in folder.parent.glob(f"*/{ADAPTER}")]
-        hint = f"; it has {', '.join(inside)}" if inside else nearest(str(folder), beside)
-        raise InputError(f"run={str(folder)!r} is no run on texts: {what}{hint}")
-    facts = read_run(folder).settings.get(IDENTITY, {}).get("task", {})
-    task = task_spec(**facts)
+        siblings = [str(path.parent) for path in folder.parent.glob(f"*/{ADAPTER}")]
+        hint = f"; it has {', '.join(inside)}" if inside else nearest(str(folder), siblings)
+        raise InputError(f"run={str(folder)!r} is not a run on texts: {reason}{hint}")
+    task = task_spec(**read_run(folder).settings.get(IDENTITY, {}).get("task", {}))
     if not isinstance(task, TextTask):
-        raise InputError(f"run={str(folder)!r} is no run on texts: its data are {task.data!r}")
+        raise InputError(f"run={str(folder)!r} is not a run on texts: its data are {task.data!r}")
     return task

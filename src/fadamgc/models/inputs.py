@@ -33,7 +33,7 @@ class ImageInput(nn.Module):
         self.register_buffer("std", 255 * torch.tensor(std)[:, None, None], persistent=False)
 
     def _get_name(self) -> str:
-        return "PictureInput"  # the name in the fingerprint of checkpoints, which stays the same
+        return "ImageInput"  # the name in the fingerprint of checkpoints, which stays the same
 
     def forward(self, images: Tensor) -> Tensor:
         """Return images (n, colours, side, side) as numbers of mean 0 and standard deviation 1."""

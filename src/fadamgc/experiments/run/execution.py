@@ -1,0 +1,266 @@
+"""How runs are executed in this process: checked, started or resumed, advanced together, and saved.
+
+This is the only module of the experiments that uses the simulator.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from fadamgc.cache import code_folder
+from fadamgc.errors import (
+    CheckpointError,
+    CheckpointInUseError,
+    FadamgcError,
+    NonFiniteError,
+    OtherRunError,
+    UnwritableError,
+)
+from fadamgc.experiments.planned_run import ADAPTER, CHECKPOINT, DIVERGED_RECORD, RECORDS, PlannedRun
+from fadamgc.federation.run import Run
+from fadamgc.files import remove_leftovers
+from fadamgc.runtime import memory
+from fadamgc.sim.engine import RoundEnd
+from fadamgc.sim.executors.machine_code import compiler
+from fadamgc.sim.many import run_together
+from fadamgc.sim.resources import Resources
+from fadamgc.sim.simulate import SETTINGS, StartedRun, simulate, start_from
+from fadamgc.task import Task
+from fadamgc.tasks.build import build_task
+from fadamgc.tasks.sections import TextTask
+from fadamgc.trackers import trackers_of
+
+log = logging.getLogger("fadamgc")
+
+CHECKPOINT_EVERY = 25  # rounds that an interrupted run loses at the most
+CACHED = 1 / 8  # of the memory, for the tasks that all processes keep
+
+Warn = Callable[[str], object]  # shows a warning to the user
+
+
+class DiskSpace(NamedTuple):
+    """Bytes that a run takes on disk, about."""
+
+    record: int  # permanently
+    checkpoint: int  # while it runs
+
+
+class RunEnd(NamedTuple):
+    """How a run ended."""
+
+    rounds: int
+    metric: float | None  # of the last evaluation
+    error: str | None = None  # why the run did not finish
+
+
+class Stopped(Exception):  # noqa: N818
+    """The user stops the command; runs that are not finished are not saved."""
+
+
+class TaskCache:
+    """The tasks of runs; those that fit into a part of the memory are built once.
+
+    Args:
+        processes: how many processes have such a cache.
+    """
+
+    def __init__(self, processes: int = 1) -> None:
+        self.limit = CACHED * (memory() or 0) / processes
+        self._tasks: dict[Any, tuple[Task, int]] = {}  # with their sizes, the oldest first
+
+    def task(self, planned: PlannedRun) -> Task:
+        """Return the task of a run."""
+        key = (planned.task, planned.seed, planned.validation)
+        if key in self._tasks:
+            return self._tasks[key][0]
+        task = build_task(*key)
+        size = _task_bytes(task)
+        while self._tasks and sum(s for _, s in self._tasks.values()) + size > self.limit:
+            del self._tasks[next(iter(self._tasks))]
+        if size <= self.limit:
+            self._tasks[key] = task, size
+        return task
+
+
+def _task_bytes(task: Task) -> int:
+    pairs = [*task.pairs, *([] if task.test_pair is None else [task.test_pair])]
+    tensors = [*task.model.parameters(), *task.model.buffers(), *(t for pair in pairs for t in pair)]
+    return _bytes(tensors)
+
+
+def _bytes(tensors: Any) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def arguments(planned: PlannedRun, task: Task) -> dict[str, Any]:
+    """Return the arguments with which ``simulate`` makes a run."""
+    run = planned.run
+    return {name: getattr(run, name) for name in SETTINGS if name in type(run).model_fields} | {
+        "algorithm": planned.algorithm,
+        "task": task,
+        "seed": planned.seed,
+        "target": run.target if run.stop_at_target else None,
+        "cost": planned.cost.model(),
+        "dtype": {"float32": torch.float32, "float64": torch.float64}[run.dtype],
+        "executor": run.executor,
+    }
+
+
+def dry_run(planned: PlannedRun, task: Task) -> DiskSpace:
+    """Refuse a run that cannot be executed, without executing it; return the disk space that it needs."""
+    run = planned.run
+    executor = "loop" if run.executor == "auto" else run.executor  # "auto" would measure times
+    dry = simulate(**arguments(planned, task) | {"rounds": 0, "executor": executor}, progress=False)
+    sampled = run.sampled or dry.clients.n
+    participants = min(dry.clients.n, run.rounds * sampled)
+    states = _bytes(dry.server) + participants * _bytes(dry.clients.initial)
+    # A checkpoint that is replaced stays until the new one is complete.
+    return DiskSpace(record=run.rounds * (300 + 60 * sampled), checkpoint=2 * states)
+
+
+def simulate_alone(planned: PlannedRun) -> Run:
+    """Make one run by itself, and save nothing."""
+    task = build_task(planned.task, planned.seed, planned.validation)
+    return planned.labelled(simulate(**arguments(planned, task), progress=False))
+
+
+def share_compiled_code() -> None:
+    """Make the folder of compiled code, so that processes started from here use the same one."""
+    if compiler() is not None:
+        code_folder()
+
+
+def execute(
+    planned: Sequence[PlannedRun],
+    on_round: Callable[[int], bool],
+    warn: Warn = log.warning,
+    tasks: TaskCache | None = None,
+) -> list[RunEnd]:
+    """Execute runs of one method together, and save each as soon as it has ended.
+
+    ``on_round`` is called after each round with the number of its run, and returns whether to stop.
+    """
+    tasks = tasks or TaskCache()
+    ends: dict[int, RunEnd] = {}
+
+    def callback(i: int, _: RoundEnd) -> None:
+        if on_round(i):
+            raise Stopped
+
+    def finished(i: int, result: Run | NonFiniteError) -> None:
+        ends[i] = _save(planned[i], result)
+
+    resources = Resources()
+    try:
+        with torch.inference_mode(False), ExitStack() as stack:
+            started = []
+            for i, one in enumerate(planned):
+                started.append(_start(one, tasks.task(one), partial(callback, i), resources, warn))
+                stack.callback(started[-1].engine.close)
+            run_together(started, finished=finished)
+    except (OSError, UnwritableError) as error:  # a full disk, most likely; the last checkpoints are complete
+        message = str(error)
+        if isinstance(error, OSError):
+            message = f"{planned[0].folder.parent} cannot be written: {error.strerror or error}"
+        raise FadamgcError(
+            f"{message}; finished runs are saved: make room and continue with --resume"
+        ) from error
+    return [ends[i] for i in range(len(planned))]
+
+
+def _start(
+    planned: PlannedRun, task: Task, callback: Callable[[RoundEnd], object], resources: Resources, warn: Warn
+) -> StartedRun:
+    """Start a run, or resume it from its checkpoint.
+
+    A checkpoint of other settings is removed; one that cannot be read is moved aside, with a warning.
+    """
+    checkpoint = planned.folder / CHECKPOINT
+    trackers = []
+    if not planned.validation:
+        method = planned.method
+        parameters = {"algorithm": method.algorithm, **method.hyperparameters, "seed": planned.seed}
+        trackers = trackers_of(planned.folder.parent.parent, planned.folder.name, parameters)
+    run_arguments = arguments(planned, task) | {
+        "callbacks": (*trackers, callback),
+        "checkpoint": checkpoint,
+        "checkpoint_every": CHECKPOINT_EVERY,
+        "resume": True,
+    }
+    try:
+        return start_from(run_arguments, resources)
+    except OtherRunError:
+        shutil.rmtree(checkpoint, ignore_errors=True)
+    except CheckpointInUseError:
+        raise
+    except CheckpointError as error:
+        if is_system_error(error):
+            raise
+        warn(f"{error}; moved to {move_aside(checkpoint)}, and {planned.name} starts from round 1")
+    return start_from(run_arguments, resources)
+
+
+def _save(planned: PlannedRun, result: Run | NonFiniteError) -> RunEnd:
+    if isinstance(result, NonFiniteError):
+        planned.save_diverged(str(result))
+        return RunEnd(result.round, None, str(result))
+    if isinstance(planned.task, TextTask) and not planned.validation:
+        from fadamgc.models.text import TextClassifier
+
+        model = result.model
+        assert isinstance(model, TextClassifier)
+        planned.folder.mkdir(parents=True, exist_ok=True)
+        model.save_adapter(planned.folder / ADAPTER)  # before the record, which marks the run as complete
+    planned.labelled(result).save(planned.folder, states=False)
+    (planned.folder / DIVERGED_RECORD).unlink(missing_ok=True)  # of an earlier attempt
+    shutil.rmtree(planned.folder / CHECKPOINT, ignore_errors=True)
+    return RunEnd(len(result.history), result.history[-1].test_metric)
+
+
+# Runs of an earlier process.
+
+
+def is_done(planned: PlannedRun, warn: Warn) -> bool:
+    """Return whether a run is saved; move a damaged record aside, with a warning.
+
+    A process that was killed just after it saved the run has left the checkpoint, which is removed.
+    """
+    try:
+        if planned.load() is None:
+            return False
+        shutil.rmtree(planned.folder / CHECKPOINT, ignore_errors=True)
+        remove_leftovers(planned.folder, "run")
+        return True
+    except CheckpointError as error:
+        if is_system_error(error):
+            raise
+        aside = [str(move_aside(path)) for name in RECORDS if (path := planned.folder / name).exists()]
+        warn(f"{error}; moved to {', '.join(aside)}, and {planned.name} is run again")
+        return False
+
+
+def is_system_error(error: CheckpointError) -> bool:
+    """Return whether the system could not read or write (permission, a full disk), which is not damage."""
+    cause = error.__cause__ or error.__context__
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno not in (None, errno.ENOENT, errno.ENOTDIR):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
+
+
+def move_aside(path: Path) -> Path:
+    """Rename a file or folder that cannot be read, and replace nothing; return the new path."""
+    names = (path.with_name(f"{path.name}.unreadable-{number}") for number in count(1))
+    return path.rename(next(aside for aside in names if not os.path.lexists(aside)))

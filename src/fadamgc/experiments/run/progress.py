@@ -1,0 +1,121 @@
+"""Progress of runs on stderr: bars in a terminal, otherwise one line per run."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from fadamgc.escape import printable
+from fadamgc.experiments.planned_run import PlannedRun
+from fadamgc.experiments.run.execution import RunEnd, Warn
+from fadamgc.experiments.run.workers import OnEnd, OnRound
+
+
+class Display(NamedTuple):
+    """Functions that show progress."""
+
+    on_round: OnRound
+    on_end: OnEnd
+    warn: Warn
+
+
+def warn(message: str, console: Console | None = None) -> None:
+    """Print a warning to stderr."""
+    tell(f"warning: {printable(message)}", console or Console(stderr=True))
+
+
+def tell(line: str, console: Console) -> None:
+    """Print a line as it is."""
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def duration(seconds: float) -> str:
+    """Round a time for people who wait.
+
+    >>> [duration(s) for s in (8, 100, 4000, 9000)]
+    ['8 s', '2 min', '1.1 h', '2.5 h']
+    """
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 3600 else f"{seconds / 3600:.1f} h"
+
+
+@contextmanager
+def display(planned: Sequence[PlannedRun], quiet: bool, done: int) -> Iterator[Display]:
+    """Show the progress of runs, ``done`` more of which are done already."""
+    console = Console(stderr=True)
+    above_bars = partial(warn, console=console)
+    if quiet or not planned:
+        yield Display(lambda _: None, lambda _, __: None, above_bars)
+    elif console.is_terminal:
+        with _bars(console, planned) as (on_round, on_end):
+            yield Display(on_round, on_end, above_bars)
+    else:
+        yield Display(lambda _: None, _lines(console, planned, done), above_bars)
+
+
+def _lines(console: Console, planned: Sequence[PlannedRun], done: int) -> OnEnd:
+    total = done + len(planned)
+    number, rounds, all_rounds = done, 0, sum(one.run.rounds for one in planned)
+    began = time.monotonic()
+
+    def on_end(i: int, end: RunEnd) -> None:
+        nonlocal number, rounds
+        number, rounds = number + 1, rounds + planned[i].run.rounds
+        left = (time.monotonic() - began) * (all_rounds - rounds) / rounds
+        more = f"; about {duration(left)} left" if number < total else ""
+        value = "" if end.metric is None else f", {planned[i].task.metric} {end.metric:.4g}"
+        if end.metric is not None and not math.isfinite(end.metric):
+            value = ", diverged"
+        message = end.error or f"{end.rounds} rounds{value}"
+        line = printable(f"[{number}/{total}] {planned[i].name}: {message}{more}")
+        console.print(line, markup=False, soft_wrap=True)
+
+    return on_end
+
+
+@contextmanager
+def _bars(console: Console, planned: Sequence[PlannedRun]) -> Iterator[tuple[OnRound, OnEnd]]:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("rounds"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as bars:
+        totals: dict[str, int] = {}
+        for one in planned:
+            totals[one.method.label] = totals.get(one.method.label, 0) + one.run.rounds
+        bar_of = {
+            label: bars.add_task(escape(printable(label)), total=total) for label, total in totals.items()
+        }
+        bar_of_all = bars.add_task("[bold]all", total=sum(totals.values()))
+        rounds = [0] * len(planned)
+
+        def move(i: int, by: int) -> None:
+            by = min(by, planned[i].run.rounds - rounds[i])  # a last message may come after the end
+            rounds[i] += by
+            bars.advance(bar_of[planned[i].method.label], by)
+            bars.advance(bar_of_all, by)
+
+        def on_end(i: int, _: RunEnd) -> None:
+            move(i, planned[i].run.rounds - rounds[i])  # the run may have ended early
+
+        yield (lambda i: move(i, 1)), on_end
