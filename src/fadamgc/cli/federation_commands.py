@@ -1,4 +1,4 @@
-"""``fadamgc federation``: a federation on this machine, and what one on several needs beyond Flower."""
+"""``fadamgc federation``: a federation on this machine, and commands for one on several machines."""
 
 from __future__ import annotations
 
@@ -21,45 +21,46 @@ app = typer.Typer(
     "`superlink`, `supernode` and `login` are for federations on several machines; see docs/flower.md.",
 )
 
-Folder = Annotated[Path, typer.Option("--folder", help="Where its logs, keys and states are.")]
-Nodes = Annotated[int, typer.Option("--nodes", "-n", help="How many nodes.")]
+Folder = Annotated[Path, typer.Option("--folder", help="Folder for logs, keys and states.")]
+Nodes = Annotated[int, typer.Option("--nodes", "-n", help="Number of nodes.")]
 Secure = Annotated[
     bool,
     typer.Option(
         "--secure",
-        help="TLS, and only nodes whose key the operator has registered; certificates and keys are made. "
-        "With or without it, only the holder of the operator's token in the folder can register keys and "
-        "start runs. Other users of this machine who can list its processes can still act as an app that "
-        "runs (Flower puts the app's token on its command line).",
+        help="Use TLS, and accept only nodes whose key the operator has registered; certificates and keys "
+        "are made. With or without it, only the holder of the operator's token in the folder can register "
+        "keys and start runs. Other users of this machine who can list its processes can still act as a "
+        "running app (Flower puts the app's token on its command line).",
     ),
 ]
-HERE = Path("out/federation")
+DEFAULT_FOLDER = Path("out/federation")
 
 
 @app.command()
-def up(nodes: Nodes = 3, secure: Secure = False, folder: Folder = HERE) -> None:
-    """Start a SuperLink and nodes.
+def up(nodes: Nodes = 3, secure: Secure = False, folder: Folder = DEFAULT_FOLDER) -> None:
+    """Start a SuperLink and nodes in the background.
 
-    Then `fadamgc federation run APP`, or Flower's own `flwr run` with the environment that is printed.
+    Then use `fadamgc federation run APP`, or Flower's own `flwr run` with the environment that is printed.
     """
-    from fadamgc.flower.loopback import FEDERATION_NAME, QUIET, LoopbackFederation
+    from fadamgc.flower.access import FLOWER_OFFLINE
+    from fadamgc.flower.loopback import FEDERATION_NAME, LoopbackFederation
 
-    _end_well()
+    _exit_on_signals()
     federation = LoopbackFederation(folder)
     state = federation.up(nodes, secure)
     names = ", ".join(process.name for process in state.processes)
-    say(f"running: {names}; logs in {federation.folder / 'logs'}")
+    say(f"running: {names}; logs are in {federation.folder / 'logs'}")
     if secure:
         from fadamgc.flower.certificates import end_of
 
         say(f"certificates in {federation.keys} end on {end_of(federation.keys):%Y-%m-%d}")
-    settings = " ".join(f"{key}={value}" for key, value in QUIET.items())
-    say(f"FLWR_HOME={federation.folder / 'flwr'} {settings} flwr run APP {FEDERATION_NAME} --stream")
+    variables = " ".join(f"{key}={value}" for key, value in FLOWER_OFFLINE.items())
+    say(f"FLWR_HOME={federation.folder / 'flwr'} {variables} flwr run APP {FEDERATION_NAME} --stream")
 
 
 @app.command()
-def status(folder: Folder = HERE) -> None:
-    """Show what runs."""
+def status(folder: Folder = DEFAULT_FOLDER) -> None:
+    """Show which processes run."""
     from fadamgc.flower.loopback import LoopbackFederation
 
     show = partial(terminal().print, highlight=False, soft_wrap=True, markup=False)
@@ -68,15 +69,15 @@ def status(folder: Folder = HERE) -> None:
     if not processes:
         show(f"no federation in {folder}; `fadamgc federation up` starts one")
     for process in processes:
-        said = "runs" if process.alive else f"has ended; see {process.log}"
-        show(f"{process.name}: process {process.pid}, port {process.port}, {said}")
+        state = "running" if process.alive else f"ended; see {process.log}"
+        show(f"{process.name}: process {process.pid}, port {process.port}, {state}")
     if warning := federation.warning():
         show(f"warning: {warning}")
 
 
 @app.command()
-def down(folder: Folder = HERE) -> None:
-    """Stop everything that was started. States, keys and logs stay."""
+def down(folder: Folder = DEFAULT_FOLDER) -> None:
+    """Stop all processes. States, keys and logs stay."""
     from fadamgc.flower.loopback import LoopbackFederation
 
     say(f"stopped {LoopbackFederation(folder).down()} processes")
@@ -92,63 +93,66 @@ def run(
     ],
     nodes: Nodes = 3,
     secure: Secure = False,
-    folder: Folder = HERE,
+    folder: Folder = DEFAULT_FOLDER,
     config: Annotated[
         str, typer.Option(help="Values for the app's config, such as \"algorithm='scaffold' rounds=3\".")
     ] = "",
 ) -> None:
-    """Run a Flower app on a federation here; if none runs, one is started, and stopped afterwards."""
+    """Run a Flower app on a federation on this machine.
+
+    If no federation is running, one is started, and stopped afterwards.
+    """
     from fadamgc.flower.loopback import LoopbackFederation
 
-    _end_well()
+    _exit_on_signals()
     federation = LoopbackFederation(folder)
-    own = not federation.read().alive
+    temporary = not federation.read().alive
     try:
-        if own:
+        if temporary:
             say(f"starting a SuperLink and {nodes} nodes")
             federation.up(nodes, secure)
         if warning := federation.warning():
             say(f"warning: {warning}")
         federation.run(app_folder, config)
     except KeyboardInterrupt:
-        if not own:
+        if not temporary:
             raise FadamgcError(
-                "no longer shown, but the run goes on; `flwr ls` and `flwr stop` end it"
+                "the run continues without its output; `flwr ls` lists it and `flwr stop` ends it"
             ) from None
-        raise FadamgcError("stopped; the same command goes on with the last complete round") from None
+        raise FadamgcError("stopped; the same command resumes after the last complete round") from None
     finally:
-        if own:
+        if temporary:
             federation.down()
 
 
 Token = Annotated[Path, typer.Option("--operator-token", help="File with the operator's token.")]
-FORWARD = {"allow_extra_args": True, "ignore_unknown_options": True}
+FORWARD_OPTIONS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
-@app.command(context_settings=FORWARD)
+@app.command(context_settings=FORWARD_OPTIONS)
 def superlink(context: typer.Context, token: Token = Path("operator.token")) -> None:
-    """Run Flower's SuperLink, for the holder of the operator's token alone.
+    """Run Flower's SuperLink, which only the holder of the operator's token can control.
 
     All other options are those of `flower-superlink`, such as `--ssl-certfile`. Without the token nobody can
     register a node's key or start a run. The token is made if the file does not exist.
     """
-    from fadamgc.flower.loopback import launch, make_token
+    from fadamgc.flower.access import launch_command, make_token
 
     if not token.expanduser().exists():
         make_token(token.expanduser())
-        say(f"made {token}: who has it can run code on the SuperLink and on every node")
-    _become([*launch("superlink"), "--operator-token", str(token), *context.args])
+        say(f"made {token}: whoever has it can run code on the SuperLink and on every node")
+    _replace_process([*launch_command("superlink"), "--operator-token", str(token), *context.args])
 
 
-@app.command(context_settings=FORWARD)
+@app.command(context_settings=FORWARD_OPTIONS)
 def supernode(context: typer.Context) -> None:
     """Run Flower's SuperNode, with a secret that keeps other processes from fetching its tasks.
 
     All options are those of `flower-supernode`, such as `--superlink`.
     """
-    from fadamgc.flower.loopback import launch
+    from fadamgc.flower.access import launch_command
 
-    _become([*launch("supernode"), *context.args])
+    _replace_process([*launch_command("supernode"), *context.args])
 
 
 @app.command()
@@ -164,26 +168,26 @@ def login(
     """
     from flwr.supercore.utils import get_flwr_home
 
+    from fadamgc.flower.access import log_in
     from fadamgc.flower.launch import read_token
-    from fadamgc.flower.loopback import log_in
 
     try:
         secret = read_token(token)
     except ValueError as error:
         raise InputError(str(error)) from None
     log_in(get_flwr_home(), address, secret)
-    say(f"`flwr` sends the operator's token to {address} from now on")
+    say(f"from now on, `flwr` sends the operator's token to {address}")
 
 
-def _become(command: list[str]) -> None:
-    """Replace this process by a command; settings of Flower in the environment are kept."""
-    from fadamgc.flower.loopback import QUIET, search_path
+def _replace_process(command: list[str]) -> None:
+    """Replace this process by a command; Flower's settings in the environment take precedence over ours."""
+    from fadamgc.flower.access import FLOWER_OFFLINE, search_path
 
-    os.execve(command[0], command, QUIET | os.environ | {"PATH": search_path()})
+    os.execve(command[0], command, FLOWER_OFFLINE | os.environ | {"PATH": search_path()})
 
 
-def _end_well() -> None:
-    """Stop what was started also when this process is told to end."""
+def _exit_on_signals() -> None:
+    """Exit in the usual way, which stops the federation, when this process is told to end."""
 
     def end(number: int, _: object) -> None:
         sys.exit(128 + number)
