@@ -26,13 +26,15 @@ from fadamgc.experiments.report.numbers import DASH, Spread, cells, header, read
 from fadamgc.experiments.report.write import markdown, summarise, write_report
 from fadamgc.experiments.run import workers as pool
 from fadamgc.experiments.run.runner import run_spec
-from fadamgc.experiments.spec.sections import TASKS, CostSpec, MethodSpec, RunSpec, Spec, TuneSpec
+from fadamgc.experiments.spec.sections import EXECUTORS, CostSpec, MethodSpec, RunSpec, Spec, TuneSpec
 from fadamgc.experiments.spec.toml_io import load_spec, parse_spec, preset, presets
-from fadamgc.experiments.spec.toml_writer import toml_value
 from fadamgc.experiments.tune import Point, choose, tune, tune_jobs
 from fadamgc.models import mlp
+from fadamgc.sim import executors
 from fadamgc.tasks import build
 from fadamgc.tasks.build import build_task, label_counts
+from fadamgc.tasks.sections import TASKS
+from fadamgc.toml import toml_value
 
 TINY = """
 name = "tiny"
@@ -175,11 +177,11 @@ REFUSED = {
     "key of another task": ("hidden = [16]", "dim = 8", "[task] with data='digits' has no key 'dim'"),
     "unknown section": ("[cost]", "[costs]", "there is no key or section 'costs'; did you mean 'cost'?"),
     "unknown data": ('"digits"', '"digts"', "[task] data='digts' is not accepted; it must be one of 'digits', 'cifar10', 'cifar100', 'tiny-imagenet', 'uci_har', '20_newsgroups', 'glue/sst2', 'glue/qnli', 'glue/qqp', 'quadratics', 'linear_regression'; did you mean 'digits'?"),
-    "a file": ('"digits"', '"reviews.csv"', "'linear_regression'; for texts of your own, use fadamgc.tasks.text in Python"),
+    "a file": ('"digits"', '"reviews.csv"', "'linear_regression'; for your own texts, use fadamgc.tasks.text in Python"),
     "data that are no name": ('"digits"', '["digits"]', "[task] data=('digits',) is not accepted"),
     "no data": ('data = "digits"', "", "[task] needs the key 'data'"),
     "no rounds": ("rounds = 3", "", "[run] needs the key 'rounds'"),
-    "K = 0": ("local_steps = 4", "local_steps = 0", "[run] local_steps=0 is not accepted; it must be greater than or equal to 1"),
+    "K = 0": ("local_steps = 4", "local_steps = 0", "[run] local_steps=0 is not accepted; it must be >= 1"),
     "no K": ("local_steps = 4", "", "[run] local_steps=None and local_epochs=None: give one of the two"),
     "two K": ("local_steps = 4", "local_steps = 4\nlocal_epochs = 1", "[run] local_steps=4 and local_epochs=1: give one of the two"),
     "not a number": ("batch_size = 8", 'batch_size = "8"', '[run] batch_size="8" is not accepted; it must be a whole number'),
@@ -187,22 +189,22 @@ REFUSED = {
     "no seeds": ("seeds = [0, 1]", "seeds = []", "[run] seeds=[] is not accepted; it must not be empty"),
     "a step size twice": ("eta_l = [1e-9, 0.01]", "eta_l = [0.1, 0.1]", "[tune] eta_l=[0.1, 0.1] is not accepted; each may be given once"),
     "a seed twice": ("seeds = [0, 1]", "seeds = [1, 1]", "[run] seeds=[1, 1] is not accepted; each may be given once"),
-    "a negative seed": ("seeds = [0, 1]", "seeds = [-1]", "[run] seeds[0]=-1 is not accepted; it must be greater than or equal to 0"),
+    "a negative seed": ("seeds = [0, 1]", "seeds = [-1]", "[run] seeds[0]=-1 is not accepted; it must be >= 0"),
     "unknown executor": ('executor = "loop"', 'executor = "lop"', "did you mean 'loop'?"),
     "stop without target": ("target = 0.2", "stop_at_target = true", "[run] stop_at_target=true needs a target"),
-    "target in per cent": ("target = 0.2", "target = 20.0", "[run] target=20.0 is no share; accuracy goes from 0 to 1, 0.9 is 90 %"),
+    "target in per cent": ("target = 0.2", "target = 20.0", "[run] target=20.0 is not accepted; accuracy goes from 0 to 1, 0.9 is 90 %"),
     "weights": ("target = 0.2", 'weights = "sizes"', "[run] weights=\"sizes\" is not accepted; it must be 'uniform', 'size' or a list"),
     "too few weights": ("target = 0.2", "weights = [1, 2]", "[run] weights has 2 entries; give one number, or one for each of 6 clients"),
     "zero link": ("up_mbps = 0.05", "up_mbps = 0", "[cost] up_mbps=0 is not accepted; it must be a number >= 1e-09"),
     "per round": ("latency = 1.0", 'per_round = "median"', "[cost] per_round=\"median\" is not accepted; it must be 'mean' or 'slowest'"),
     "empty grid": ("eta_l = [1e-9, 0.01]", "eta_l = []", "[tune] eta_l=[] is not accepted; it must not be empty"),
-    "validation": ("validation = 0.25", "validation = 1.0", "[tune] validation=1.0 is not accepted; it must be less than or equal to 0.99"),
+    "validation": ("validation = 0.25", "validation = 1.0", "[tune] validation=1.0 is not accepted; it must be <= 0.99"),
     "unknown algorithm": ('"fadamgc"', '"fadamg"', "[[method]] 2: algorithm 'fadamg' is not known; did you mean 'fadamgc'?"),
     "no algorithm": ('algorithm = "fadamgc"', "", "[[method]] 2 needs the key 'algorithm'"),
     "unknown hyperparameter": ("eta_l = 0.02", "eta_1 = 0.02", "[[method]] 2: fadamgc has no key 'eta_1'; did you mean 'eta_l'?"),
     "bad hyperparameter": ("eta_l = 0.02", "eta_l = -1.0", "[[method]] 2: FAdamGC.eta_l=-1.0 is not accepted; it must be a number > 0"),
     "same label": ('"FAdamGC (all tracked)"', '"LocalAdam"', "[[method]] 1 and 2 are both called 'LocalAdam'; give one of them another label"),
-    "key of another partition": ("alpha = 1.0", 'partition = "iid"\nalpha = 1.0', "alpha=1.0 is a setting of partition='dirichlet', not of 'iid'; leave it out"),
+    "key of another partition": ("alpha = 1.0", 'partition = "iid"\nalpha = 1.0', "alpha=1.0 is a setting of partition='dirichlet', not of 'iid'; remove it"),
     "unknown partition": ("alpha = 1.0", 'partition = "diri"', "[task] with data='digits' partition=\"diri\" is not accepted"),
     "not a table": ("[cost]", "cost = 3\n[tune2]", "cost must be a table"),
     "not TOML": ("[cost]", "[cost", "not TOML"),
@@ -214,7 +216,7 @@ REFUSED = {
     "a hexadecimal of 6,000 digits": ("rounds = 3", f"rounds = 0x{'f' * 6000}", "run.rounds=<an integer of 24000 bits> is not accepted"),
     "1,000 levels": ("alpha = 1.0", f"alpha = {'[' * 1000}{']' * 1000}", "nested too deeply"),
     "2,000 tables": ("[cost]", f"[{'.'.join('a' * 2000)}]\n[cost]", "nested too deeply"),
-    "too many steps": ("local_steps = 4", "local_steps = 9007199254740993", "local_steps=9007199254740993 is not accepted; it must be less than or equal to 9007199254740992"),
+    "too many steps": ("local_steps = 4", "local_steps = 9007199254740993", "local_steps=9007199254740993 is not accepted; it must be <= 9007199254740992"),
 }  # fmt: skip
 
 
@@ -268,6 +270,10 @@ def test_a_task_that_fits_in_no_memory_is_refused(task, message):
     spec = spec_of(f'[task]\n{task}\n[run]\nrounds = 1\nlocal_steps = 1\n[[method]]\nalgorithm = "fedavg"')
     with pytest.raises(InputError, match=message):
         build_task(spec.task, seed=0)
+
+
+def test_the_executors_of_a_spec_are_those_of_the_simulator():
+    assert ("auto", *executors.EXECUTORS) == EXECUTORS
 
 
 def test_all_problems_are_named_at_once():

@@ -27,7 +27,6 @@ from fadamgc.cli.main import app as cli  # noqa: E402
 from fadamgc.errors import CheckpointError, InputError  # noqa: E402
 from fadamgc.experiments.report.numbers import read_results  # noqa: E402
 from fadamgc.experiments.report.write import write_report  # noqa: E402
-from fadamgc.experiments.spec.sections import DigitsTask  # noqa: E402
 from fadamgc.federation.cost import traffic  # noqa: E402
 from fadamgc.federation.settings import Settings  # noqa: E402
 from fadamgc.flower import client_app  # noqa: E402
@@ -52,6 +51,7 @@ from fadamgc.flower.wire import (  # noqa: E402
     to_array_record,
 )
 from fadamgc.tasks.build import build_task  # noqa: E402
+from fadamgc.tasks.sections import DigitsTask  # noqa: E402
 from problems import class_task  # noqa: E402
 
 SIZES = (6, 20, 11)
@@ -731,9 +731,9 @@ def test_a_history_of_a_custom_algorithm_and_metric_is_reported(tmp_path, monkey
     assert (tmp_path / "server" / "runs" / "steepest-nof-all-seed7" / "run.json").exists()
 
 
-def test_the_flower_server_loads_no_experiments():
+def test_flower_apps_load_no_experiments():
     code = (
-        "import sys, fadamgc.flower.serverapp\n"
+        "import sys, fadamgc.flower.dataset_apps\n"
         "loaded = [m for m in sys.modules if m.startswith(('matplotlib', 'plotly', 'fadamgc.experiments'))]\n"
         "assert not loaded, loaded"
     )

@@ -410,7 +410,7 @@ def test_classes_that_are_not_in_the_train_data(bases, own):
 )
 def test_known_data_have_their_own(bases, field, value):
     refused(
-        f"{field}={value!r} is for files of your own; glue/sst2 has its own",
+        f"{field}={value!r} is for your own files; glue/sst2 has its own",
         bases["bert"],
         "glue/sst2",
         **{field: value},

@@ -19,9 +19,9 @@ from fadamgc.data import digits, har, images
 from fadamgc.data.check import check
 from fadamgc.data.sources import SOURCES, data_root, files_of, get, source
 from fadamgc.errors import InputError
-from fadamgc.experiments.spec.toml_io import task_spec
 from fadamgc.models import PictureInput
 from fadamgc.tasks.build import build_task, label_counts
+from fadamgc.tasks.sections import task_spec
 
 
 @pytest.fixture(autouse=True)

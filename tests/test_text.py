@@ -19,9 +19,10 @@ from fadamgc.errors import InputError
 from fadamgc.experiments.predict import labels_of, predict
 from fadamgc.experiments.report.numbers import read_results
 from fadamgc.experiments.run.runner import run_spec
-from fadamgc.experiments.spec.toml_io import parse_spec, task_spec
+from fadamgc.experiments.spec.toml_io import parse_spec
 from fadamgc.paper.study import load_study
 from fadamgc.tasks.build import build_task, label_counts
+from fadamgc.tasks.sections import task_spec
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("peft", reason="peft is not installed")

@@ -25,8 +25,6 @@ from fadamgc.algorithm import example
 from fadamgc.bundle import has_bundle, read_bundle
 from fadamgc.errors import FadamgcError
 from fadamgc.experiments.report.write import write_report
-from fadamgc.experiments.spec.sections import DigitsTask
-from fadamgc.experiments.spec.toml_io import task_spec
 from fadamgc.flower.access import ACQUIRE_TASK, check_refusals
 from fadamgc.flower.certificates import ensure_node_keys
 from fadamgc.flower.client_store import ClientStore
@@ -41,6 +39,7 @@ from fadamgc.flower.loopback import (
 )
 from fadamgc.flower.protocol import NEVER, Stamp
 from fadamgc.tasks.build import build_task
+from fadamgc.tasks.sections import DigitsTask, task_spec
 
 APP = Path(__file__).parents[2] / "examples" / "flower-digits"
 LIMIT = 300  # seconds for anything to happen

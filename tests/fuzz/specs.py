@@ -182,7 +182,7 @@ def any_value(r: random.Random) -> str:
 
 
 def toml_string(text: str) -> str:
-    from fadamgc.experiments.spec.toml_writer import toml_value
+    from fadamgc.toml import toml_value
 
     return toml_value(text)
 
@@ -226,7 +226,7 @@ def damage_text(r: random.Random, text: str) -> str:
 
 def damage_tables(r: random.Random, text: str) -> str:
     """Values of one spec exchanged with others, from its tables."""
-    from fadamgc.experiments.spec.toml_writer import toml_value
+    from fadamgc.toml import toml_value
 
     try:
         tables = tomllib.loads(text)
@@ -267,16 +267,16 @@ def damage_tables(r: random.Random, text: str) -> str:
 
 def is_small(spec: Any) -> bool:
     """Whether it takes a few seconds at the most."""
-    from fadamgc.experiments.spec.sections import CustomTask, DigitsTask, PicturesTask, TextTask
+    from fadamgc.tasks.sections import CustomTask, DigitsTask, ImagesTask, TextTask
 
     task, run = spec.task, spec.run
-    if isinstance(task, CustomTask) or (isinstance(task, PicturesTask) and task.data != "cifar10"):
+    if isinstance(task, CustomTask) or (isinstance(task, ImagesTask) and task.data != "cifar10"):
         return False
     if isinstance(task, TextTask) and (task.data != "glue/sst2" or task.model != "minilm"):
         return False
     if (getattr(task, "width", None) or 0) > 16 or (getattr(task, "length", 0)) > 32:
         return False
-    if isinstance(task, PicturesTask) and task.model == "resnet18":
+    if isinstance(task, ImagesTask) and task.model == "resnet18":
         return False
     if isinstance(task, DigitsTask) and (sum(task.hidden) > 300 or len(task.hidden) > 5):
         return False

@@ -179,12 +179,12 @@ def list_() -> None:
     """Show what there is: algorithms with their settings and traffic, presets, tasks, executors."""
     from rich.table import Table
 
-    from fadamgc.experiments.spec.sections import RUNNABLE, DigitsTask
+    from fadamgc.experiments.spec.sections import EXECUTORS
     from fadamgc.experiments.spec.toml_io import preset, presets
     from fadamgc.federation.cost import traffic
     from fadamgc.methods import algorithm_class, algorithms
     from fadamgc.paper.study import studies
-    from fadamgc.sim.executors import EXECUTORS
+    from fadamgc.tasks.sections import RUNNABLE, LabelledTask
 
     console = terminal()
     table = Table(
@@ -207,8 +207,8 @@ def list_() -> None:
     for title, names in (
         ("to reproduce", studies()),
         ("tasks", RUNNABLE),
-        ("partitions", DigitsTask.PARTITION),
-        ("executors", ("auto", *EXECUTORS)),
+        ("partitions", LabelledTask.PARTITIONS),
+        ("executors", EXECUTORS),
     ):
         console.print(f"{title}: {', '.join(names)}", highlight=False)
 
@@ -245,8 +245,8 @@ def partition(
     import numpy as np
 
     from fadamgc.experiments.report.label_plot import save_label_picture
-    from fadamgc.experiments.spec.toml_io import task_spec
     from fadamgc.tasks.build import label_counts
+    from fadamgc.tasks.sections import task_spec
 
     use_data(data_root)
     task = task_spec(

@@ -24,7 +24,7 @@ from fadamgc.bundle import has_bundle
 from fadamgc.errors import CheckpointError, CheckpointInUseError, InputError, UnwritableError
 from fadamgc.escape import printable
 from fadamgc.experiments.planned_run import REPORT, PlannedRun
-from fadamgc.experiments.spec.sections import STEPS, MethodSpec, Spec, validated
+from fadamgc.experiments.spec.sections import STEPS, MethodSpec, Spec
 from fadamgc.experiments.spec.toml_io import load_spec
 from fadamgc.federation.run import Run, read_run
 from fadamgc.files import LOCK, lock, make_folder, write_atomic
@@ -157,7 +157,7 @@ class ExperimentFolder:
             "cost": first.cost,
             "methods": tuple(method for i, method in enumerate(methods) if method not in methods[:i]),
         }
-        spec = validated(Spec, tables, f"the runs of {self.path}:")
+        spec = Spec.from_table(tables, f"the runs of {self.path}:")
         pairs = zip(planned, methods, strict=True)
         return spec, [PlannedRun.of(spec, method, one.seed, one.folder) for one, method in pairs]
 

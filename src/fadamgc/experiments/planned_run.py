@@ -11,19 +11,12 @@ from fadamgc.algorithm import AnyAlgorithm
 from fadamgc.bundle import has_bundle
 from fadamgc.errors import CheckpointError
 from fadamgc.escape import printable
-from fadamgc.experiments.spec.sections import (
-    CostSpec,
-    CustomTask,
-    MethodSpec,
-    RunSpec,
-    Spec,
-    TaskSpec,
-    make_section,
-)
-from fadamgc.experiments.spec.toml_io import frozen, task_spec
+from fadamgc.experiments.spec.sections import CostSpec, MethodSpec, RunSpec, Spec
 from fadamgc.federation.run import Run, read_run, sound
 from fadamgc.files import as_json, write_atomic
 from fadamgc.methods import algorithm_class, algorithms
+from fadamgc.tasks.sections import CustomTask, TaskSpec, task_spec
+from fadamgc.toml import frozen
 
 # In the folder of a run.
 RECORDS = ("run.json", "run.json.gz")  # the record of a finished run, plain or packed
@@ -92,7 +85,7 @@ class PlannedRun:
                 label=shown.get("label", title),
                 hyperparameters=identity["method"]["hyperparameters"],
             )
-            run_spec = make_section(RunSpec, frozen(common), "[run]")
+            run_spec = RunSpec.from_table(frozen(common), "[run]")
             return cls(task, run_spec, CostSpec(**asdict(run.cost)), method, run.algorithm, seed, folder)
 
     @property

@@ -13,9 +13,8 @@ from fadamgc.data.texts import Texts
 from fadamgc.errors import InputError, nearest
 from fadamgc.experiments.folder import RUNS
 from fadamgc.experiments.planned_run import ADAPTER, IDENTITY
-from fadamgc.experiments.spec.sections import TextTask
-from fadamgc.experiments.spec.toml_io import task_spec
 from fadamgc.federation.run import read_run
+from fadamgc.tasks.sections import TextTask, task_spec
 
 LABELS = {
     "glue/sst2": ("negative", "positive"),

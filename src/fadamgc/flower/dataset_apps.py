@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from flwr.app import Context
 
-from fadamgc.experiments.spec.toml_io import task_spec
 from fadamgc.flower.clientapp import Local, client_app, number
 from fadamgc.flower.serverapp import server_app
 from fadamgc.task import Task
 from fadamgc.tasks.build import build_task
+from fadamgc.tasks.sections import task_spec
 
 
 def task(context: Context) -> Task:

@@ -30,12 +30,13 @@ from fadamgc.escape import markdown as markdown_text
 from fadamgc.experiments.report.numbers import DIVERGED, Spread, mean_of
 from fadamgc.experiments.report.plots import colour, png, svg
 from fadamgc.experiments.report.summary import Entry
-from fadamgc.experiments.spec.sections import LinearRegressionTask, MethodSpec, QuadraticsTask, Spec
+from fadamgc.experiments.spec.sections import MethodSpec, Spec
 from fadamgc.federation.run import Run
 from fadamgc.files import write_atomic
 from fadamgc.methods.fa_nt import FANT
 from fadamgc.methods.fadamgc import FAdamGC
 from fadamgc.tasks.build import build_task, synthetic
+from fadamgc.tasks.sections import LinearRegressionTask, QuadraticsTask
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

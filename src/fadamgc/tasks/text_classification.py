@@ -1,4 +1,4 @@
-"""Ready-made tasks."""
+"""Text classification with pretrained transformers."""
 
 from __future__ import annotations
 
@@ -37,27 +37,28 @@ def text(
     dropout: float | None = None,
     length: int = 128,
 ) -> Task:
-    """Texts to be classified by a pretrained transformer, of which adapters and head are trained.
+    """Classify texts with a pretrained transformer of which adapters and head are trained.
 
-    Only these are in the flat vector, corrected, kept by clients and sent; the base model is in memory once.
+    Only adapters and head are in the flat vector, in the clients' states and in messages; the base model is
+    in memory once.
 
     Args:
-        base: a sequence-classification model of Hugging Face's: "minilm" (all-MiniLM-L6-v2, which comes with
+        base: a sequence-classification model of Hugging Face: "minilm" (all-MiniLM-L6-v2, included in
             ``fadamgc[text]``), a folder, or a name on the hub.
         data: "20_newsgroups", "glue/sst2", "glue/qnli", "glue/qqp", or a .parquet or .csv file.
-        test: a file of the same columns to test on; for a data set that is known, its own test part.
-        columns: of texts in one's own files: one, or two for pairs; None is "text".
-        label: the column of labels there, whole numbers from 0; None is "label".
+        test: a file with the same columns to test on; a data set given by name has its own test part.
+        columns: the column of texts in your own files, or two columns for pairs; None is "text".
+        label: the column of labels in your own files, whole numbers from 0; None is "label".
         classes: how many labels there are, if not all of them are in the train data.
-        clients: among how many the train data are dealt out.
+        clients: the number of clients that the train data are distributed to.
         alpha: of the Dirichlet distribution of labels; None: all clients get the same mixture.
         seed: of the partition, the adapters and the head.
         adapters: a ``peft.LoraConfig``; None is rank 8 on queries and values (GPT-2: 16 on all projections).
-        tokenizer: another than the base model's.
-        upper_layers: adapters in so many layers from the top; what is below is computed once, for all
-            rounds, without dropout. None: adapters in all layers.
-        dropout: in the base model; None: as it has it.
-        length: tokens of a text (or pair); the rest is cut.
+        tokenizer: instead of the base model's.
+        upper_layers: the number of layers, from the top, that have adapters; the layers below are computed
+            once, for all rounds, without dropout. None: all layers have adapters.
+        dropout: in the base model; None: the base model's default.
+        length: tokens of a text (or pair); longer ones are cut.
 
     Example:
         >>> task = fadamgc.tasks.text(data="reviews.csv", columns=("review",), clients=20)  # doctest: +SKIP
@@ -68,20 +69,20 @@ def text(
     for field, value in (("base", base), ("data", data), ("test", test)):
         if not isinstance(value, (str, Path)) and not (field == "test" and value is None):
             raise InputError(f"{field}={value!r} is not accepted; give a name or a path")
-    known = str(data) in SOURCES
-    if known:
-        for field, own in {"test": test, "columns": columns, "label": label, "classes": classes}.items():
-            if own is not None:
-                raise InputError(f"{field}={own!r} is for files of your own; {data} has its own {field}")
-        train, held = texts.load(str(data), "train"), texts.load(str(data), "test")
+    by_name = str(data) in SOURCES
+    if by_name:
+        for field, given in {"test": test, "columns": columns, "label": label, "classes": classes}.items():
+            if given is not None:
+                raise InputError(f"{field}={given!r} is for your own files; {data} has its own {field}")
+        train, held_out = texts.load(str(data), "train"), texts.load(str(data), "test")
         outputs = SOURCES[str(data)].classes
     else:
-        train, held, outputs = _own(data, test, columns, label, classes)
+        train, held_out, outputs = _read_files(data, test, columns, label, classes)
     labels = torch.from_numpy(train.y)
-    dealt = iid(labels, clients, seed) if alpha is None else dirichlet(labels, clients, alpha, seed)
-    tested = known or test is not None
-    model, encoded = prepare(
-        [train, held] if tested else [train],
+    partition = iid(labels, clients, seed) if alpha is None else dirichlet(labels, clients, alpha, seed)
+    has_test = by_name or test is not None
+    model, tokens = encode_for_model(
+        [train, held_out] if has_test else [train],
         *(outputs, seed),
         base=base,
         adapters=adapters,
@@ -90,27 +91,26 @@ def text(
         dropout=dropout,
         length=length,
     )
-    pairs: list[Pair] = [
-        (encoded[0][rows], labels[rows]) for rows in (torch.from_numpy(own) for own in dealt.indices)
-    ]
+    parts = [torch.from_numpy(rows) for rows in partition.indices]
+    pairs: list[Pair] = [(tokens[0][rows], labels[rows]) for rows in parts]
     return Task(
         model,
         cross_entropy,
         pairs,
-        (encoded[1], torch.from_numpy(held.y)) if tested else None,
+        (tokens[1], torch.from_numpy(held_out.y)) if has_test else None,
         metric="accuracy",
-        name=str(data) if known else Path(data).stem,
+        name=str(data) if by_name else Path(data).stem,
     )
 
 
-def _own(
+def _read_files(
     data: str | Path,
     test: str | Path | None,
     columns: str | Sequence[str] | None,
     label: str | None,
     classes: int | None,
 ) -> tuple[Texts, Texts, int]:
-    """Texts to train and to test on from files, and the number of classes."""
+    """Read texts to train on and to test on from files, and the number of classes."""
     if Path(data).suffix.lower() not in (".parquet", ".csv"):
         names = [name for name, source in SOURCES.items() if source.kind == "texts"]
         raise InputError(
@@ -119,36 +119,36 @@ def _own(
         )
     columns = "text" if columns is None else columns
     columns = (columns,) if isinstance(columns, str) else columns
-    if not isinstance(columns, (list, tuple)) or not all(isinstance(one, str) for one in columns):
+    if not isinstance(columns, (list, tuple)) or not all(isinstance(column, str) for column in columns):
         raise InputError(f"columns={columns!r} is not accepted; give the name of a column, or a list of two")
     label = "label" if label is None else label
     if not isinstance(label, str):
         raise InputError(f"label={label!r} is not accepted; give the name of a column")
     train = texts.read(data, columns, label)
-    held = train if test is None else texts.read(test, columns, label, "test")
+    held_out = train if test is None else texts.read(test, columns, label, "test")
     if classes is None:
-        there = np.unique(train.y)
-        classes = len(there)
-        missing = np.flatnonzero(there != np.arange(classes))
+        present = np.unique(train.y)
+        classes = len(present)
+        missing = np.flatnonzero(present != np.arange(classes))
         if len(missing) or classes < 2:
             raise InputError(
-                f"data={str(data)!r}: the labels go up to {there[-1]}, but no row has "
+                f"data={str(data)!r}: the labels go up to {present[-1]}, but no row has "
                 f"{label}={missing[0] if len(missing) else 1}; number the classes 0, 1, 2, ..., or give "
                 "classes= if some are not in the data"
             )
     whole("classes", classes, 2)
-    for field, path, y in (("data", data, train.y), ("test", test, held.y)):
+    for field, path, y in (("data", data, train.y), ("test", test, held_out.y)):
         beyond = np.flatnonzero(y >= classes)
         if len(beyond):
             raise InputError(
                 f"{field}={str(path)!r}: row {beyond[0]} has {label}={y[beyond[0]]}; there are {classes} "
                 f"classes, 0 to {classes - 1}: give classes= if there are more"
             )
-    return train, held, classes
+    return train, held_out, classes
 
 
-def prepare(
-    parts: Sequence[Texts],
+def encode_for_model(
+    sets: Sequence[Texts],
     classes: int,
     seed: int,
     *,
@@ -159,7 +159,10 @@ def prepare(
     dropout: float | None = None,
     length: int = 128,
 ) -> tuple[models.TextClassifier, list[Tensor]]:
-    """A model, and texts as it takes them; see ``text``. Lower layers that are not trained are in neither."""
+    """Load a model and encode sets of texts as its inputs; see ``text``.
+
+    With ``upper_layers``, the inputs are the outputs of the lower layers, which the model no longer has.
+    """
     loaded = load_base(
         base,
         classes,
@@ -170,20 +173,19 @@ def prepare(
         dropout=dropout,
     )
     model = models.TextClassifier(loaded.net, loaded.tokenizer.pad_token_id)
-    found = [models.encode(loaded.tokenizer, part, length) for part in parts]
-    width = max(tokens.shape[2] for tokens in found)
+    inputs = [models.encode(loaded.tokenizer, texts, length) for texts in sets]
+    width = max(tokens.shape[2] for tokens in inputs)
     if loaded.positions is not None and width > loaded.positions:
         raise InputError(
             f"length={length} is not accepted: base={str(base)!r} takes {loaded.positions} tokens at the most"
         )
-    found = [_as_wide(tokens, width) for tokens in found]
+    inputs = [_padded(tokens, width) for tokens in inputs]
     if upper_layers is not None and upper_layers < loaded.layers and model.in_parts:
         upper = models.without_lower_layers(model, loaded, upper_layers)
-        found = [models.kept_lower(model, loaded, upper_layers, tokens) for tokens in found]
+        inputs = [models.kept_lower(model, loaded, upper_layers, tokens) for tokens in inputs]
         model = upper
-    return model, found
+    return model, inputs
 
 
-def _as_wide(tokens: Tensor, width: int) -> Tensor:
-    more = width - tokens.shape[2]
-    return torch.nn.functional.pad(tokens, (0, more), value=models.PADDING)
+def _padded(tokens: Tensor, width: int) -> Tensor:
+    return torch.nn.functional.pad(tokens, (0, width - tokens.shape[2]), value=models.PADDING)

@@ -20,9 +20,9 @@ from plotly.offline import get_plotlyjs
 from fadamgc.escape import printable
 from fadamgc.experiments.report.numbers import Results, cells, extent, header, legend, pricing, rows
 from fadamgc.experiments.report.plots import colour
-from fadamgc.experiments.spec.sections import CustomTask
 from fadamgc.federation.cost import PerClient
 from fadamgc.federation.run import Run
+from fadamgc.tasks.sections import CustomTask
 
 AXES = {
     "round": "Over rounds",

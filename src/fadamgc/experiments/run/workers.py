@@ -38,7 +38,6 @@ from fadamgc.errors import (
     whole,
 )
 from fadamgc.experiments.planned_run import ADAPTER, CHECKPOINT, DIVERGED_RECORD, RECORDS, PlannedRun
-from fadamgc.experiments.spec.sections import PicturesTask, TextTask
 from fadamgc.federation.run import Run
 from fadamgc.files import remove_leftovers
 from fadamgc.runtime import one_thread
@@ -47,6 +46,7 @@ from fadamgc.sim.executors.machine_code import compiler
 from fadamgc.sim.many import Share, advance
 from fadamgc.task import Task
 from fadamgc.tasks.build import build_task
+from fadamgc.tasks.sections import ImagesTask, TextTask
 from fadamgc.trackers import chosen
 
 log = logging.getLogger("fadamgc")
@@ -255,7 +255,7 @@ def execute(
 def in_groups(jobs: Sequence[PlannedRun], workers: int) -> list[list[int]]:
     """Numbers of jobs that go to a process together: of one method, and enough groups for all processes."""
     most = max(1, min(TOGETHER, -(-len(jobs) // (3 * workers))))
-    if any(isinstance(job.task, PicturesTask | TextTask) for job in jobs):
+    if any(isinstance(job.task, ImagesTask | TextTask) for job in jobs):
         most = 1  # they would share nothing, and each has its data in memory
     groups: list[list[int]] = []
     for _, alike in groupby(range(len(jobs)), key=lambda i: jobs[i].method.algorithm):

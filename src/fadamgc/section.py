@@ -1,0 +1,96 @@
+"""Tables of a TOML file as checked, immutable objects; errors name the table, the key and the value."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Self, TypeAlias
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from fadamgc.errors import InputError, cut, nearest, shown
+from fadamgc.escape import UNPRINTABLE
+from fadamgc.toml import toml_value
+
+
+class Section(BaseModel):
+    """A table: immutable, without unknown keys, without silent conversions."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    @classmethod
+    def from_table(cls, table: Mapping[str, Any], place: str) -> Self:
+        """Check a table whose lists are tuples; errors call it by its place."""
+        for key in table:
+            if key not in cls.model_fields:
+                hint = nearest(key, cls.model_fields) or f"; it has {', '.join(cls.model_fields)}"
+                raise InputError(f"{place} has no key {shown(key)}{hint}")
+        try:
+            return cls(**table)
+        except ValidationError as error:
+            lines: dict[str, str] = {}  # one for each key
+            for problem in error.errors():
+                key = str(problem["loc"][0]) if problem["loc"] else ""
+                lines.setdefault(key, f"{place} {_sentence(problem)}".strip())
+            raise InputError("\n".join(lines.values())) from None
+
+
+# By pydantic's type of error: what is accepted. The names in braces are from the error's context.
+ACCEPTED = {
+    "int_type": "it must be a whole number",
+    "float_type": "it must be a number",
+    "finite_number": "it must be a finite number",
+    "bool_type": "it must be true or false",
+    "string_type": "it must be a string",
+    "tuple_type": "it must be a list",
+    "literal_error": "it must be {expected}",
+    "greater_than": "it must be > {gt}",
+    "greater_than_equal": "it must be >= {ge}",
+    "less_than": "it must be < {lt}",
+    "less_than_equal": "it must be <= {le}",
+    "too_short": "it must not be empty",
+    "string_too_short": "it must not be empty",
+    "too_long": "it must have at most {max_length} entries",
+    "missing": "it has too few entries",
+    "value_error": "{error}",
+}
+
+
+def _sentence(problem: Mapping[str, Any]) -> str:
+    """Describe one problem that pydantic found."""
+    kind, location, value = problem["type"], problem["loc"], problem["input"]
+    accepted = ACCEPTED[kind].format_map(problem.get("ctx", {})) if kind in ACCEPTED else problem["msg"]
+    if not location:  # of the table as a whole
+        return str(accepted)
+    if kind == "missing" and len(location) == 1:
+        return f"needs the key '{location[0]}'"
+    if kind == "literal_error" and isinstance(value, str):
+        accepted += nearest(value, re.findall(r"'(.*?)'", problem["ctx"]["expected"]))
+    name = "".join(f"[{part}]" if isinstance(part, int) else str(part) for part in location)
+    return f"{cut(name, 100)}={cut(toml_value(value), 120)} is not accepted; {accepted}"
+
+
+# Types of values.
+
+
+def _distinct(values: tuple[float, ...]) -> tuple[float, ...]:
+    if len(set(values)) != len(values):
+        raise ValueError("each may be given once")
+    return values
+
+
+def _one_line(text: str) -> str:
+    if UNPRINTABLE.search(text):
+        raise ValueError("it must have no control characters, such as line breaks")
+    return text
+
+
+Count: TypeAlias = Annotated[int, Field(ge=1, le=2**53)]
+Positive: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegative: TypeAlias = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Finite: TypeAlias = Annotated[float, Field(allow_inf_nan=False)]
+Line: TypeAlias = Annotated[str, AfterValidator(_one_line)]
+Seeds: TypeAlias = Annotated[
+    tuple[Annotated[int, Field(ge=0, lt=2**63)], ...], Field(min_length=1), AfterValidator(_distinct)
+]
+StepSizes: TypeAlias = Annotated[tuple[Positive, ...], Field(min_length=1), AfterValidator(_distinct)]

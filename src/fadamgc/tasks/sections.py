@@ -1,0 +1,217 @@
+"""The [task] section of a spec: which data, how they are distributed to clients, which model."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from fadamgc.errors import InputError, nearest, shown
+from fadamgc.section import Count, Line, NonNegative, Positive, Section
+from fadamgc.toml import frozen
+
+Fraction: TypeAlias = Annotated[float, Field(ge=0, le=1)]
+
+
+class LabelledTask(Section):
+    """Labelled samples that are distributed to clients."""
+
+    metric: ClassVar[str] = "accuracy"
+
+    data: str
+    model: str
+    clients: Count = 50
+    partition: Literal["dirichlet", "iid", "shards"] = "dirichlet"
+    alpha: Positive | None = None
+    min_size: Count | None = None
+    shards_per_client: Count | None = None
+
+    # The settings of each partition, and their defaults.
+    PARTITIONS: ClassVar[dict[str, dict[str, Any]]] = {
+        "dirichlet": {"alpha": 0.1, "min_size": 1},
+        "iid": {},
+        "shards": {"shards_per_client": 2},
+    }
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_partition_settings(cls, table: Any) -> Any:
+        """Fill in the defaults of the partition; refuse settings of another one."""
+        kind = table.get("partition", "dirichlet") if isinstance(table, dict) else None
+        if not isinstance(kind, str) or kind not in cls.PARTITIONS:
+            return table
+        defaults = cls.PARTITIONS[kind]
+        for other, settings in cls.PARTITIONS.items():
+            for key in settings.keys() - defaults.keys():
+                if table.get(key) is not None:
+                    raise ValueError(
+                        f"{key}={shown(table[key])} is a setting of partition='{other}', not of '{kind}'; "
+                        "remove it"
+                    )
+        return defaults | {key: value for key, value in table.items() if value is not None}
+
+
+class DigitsTask(LabelledTask):
+    """Digits of scikit-learn, classified by a multilayer perceptron."""
+
+    data: Literal["digits"]
+    model: Literal["mlp"] = "mlp"
+    hidden: tuple[Count, ...] = (64,)
+
+
+class ImagesTask(LabelledTask):
+    """Images from the data root, classified by a convolutional network."""
+
+    data: Literal["cifar10", "cifar100", "tiny-imagenet"]
+    model: Literal["mlp", "cnn", "resnet8", "resnet18"] = "cnn"
+    width: Count | None = None  # of the first layer; None: the model's default
+    norm: Literal["group", "batch"] = "group"
+    clients: Count = 100
+    mean: tuple[Fraction, Fraction, Fraction] | None = None  # of the pixels, 1 is white; None: the data set's
+    std: tuple[Positive, Positive, Positive] | None = None
+    shrink: Literal[1, 2, 4] = 1  # images are averaged over squares of this many pixels
+    augment: Literal["none", "flip", "crop-flip"] = "none"  # of training images
+    train_samples: Count | None = None  # a subset of the train part, balanced over classes; None: all
+    test_samples: Count | None = None
+
+    # Computed from the complete train parts; `fadamgc data check` computes them for your files.
+    COLOURS: ClassVar[dict[str, dict[str, tuple[float, float, float]]]] = {
+        "cifar10": {"mean": (0.4914, 0.4822, 0.4465), "std": (0.2470, 0.2435, 0.2616)},
+        "cifar100": {"mean": (0.5071, 0.4866, 0.4409), "std": (0.2673, 0.2564, 0.2762)},
+        "tiny-imagenet": {"mean": (0.4802, 0.4481, 0.3975), "std": (0.2770, 0.2691, 0.2821)},
+    }
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_colours(cls, table: Any) -> Any:
+        data = table.get("data") if isinstance(table, dict) else None
+        if not isinstance(data, str) or data not in cls.COLOURS:
+            return table
+        return cls.COLOURS[data] | {key: value for key, value in table.items() if value is not None}
+
+    @model_validator(mode="after")
+    def _check_norm(self) -> ImagesTask:
+        if self.norm == "batch" and self.model in ("mlp", "cnn"):
+            raise ValueError("norm='batch' is for the resnets; the cnn has group norm, the mlp none")
+        return self
+
+
+class HarTask(Section):
+    """Signals of thirty people's phones; each person is a client."""
+
+    metric: ClassVar[str] = "accuracy"
+
+    data: Literal["uci_har"]
+    model: Literal["cnn1d"] = "cnn1d"
+    width: Count = 16
+    clients: Literal[30] = 30
+    partition: Literal["people"] = "people"
+
+
+class TextTask(LabelledTask):
+    """Texts, classified by a pretrained transformer of which adapters and head are trained."""
+
+    data: Literal["20_newsgroups", "glue/sst2", "glue/qnli", "glue/qqp"]
+    model: Annotated[str, Field(min_length=1)] = "minilm"  # or a folder, or a name on the hub
+    rank: Count | None = None  # of the adapters; None: the model's default, also for
+    targets: Annotated[tuple[str, ...], Field(min_length=1)] | None = None  # the modules that are adapted
+    upper_layers: Count | None = None  # adapters in this many layers from the top; None: in all
+    dropout: Annotated[float, Field(ge=0, lt=1)] | None = None  # None: the model's default
+    length: Annotated[int, Field(ge=2)] = 128  # tokens; longer texts are cut
+    clients: Count = 100
+    train_samples: Count | None = None  # a subset of the train part, balanced over classes; None: all
+    test_samples: Count | None = None
+
+    @model_validator(mode="after")
+    def _check_adapters(self) -> TextTask:
+        if (self.rank is None) != (self.targets is None):
+            raise ValueError(f"rank={self.rank} and targets={shown(self.targets)}: give both, or none")
+        return self
+
+
+class LeastSquaresTask(Section):
+    """A least-squares problem with a known optimum."""
+
+    data: str
+    measure: Literal["excess", "gradient"] = "excess"  # f(w) - f(w*), or the squared norm of f's gradient
+
+    @property
+    def metric(self) -> str:
+        """The name of the measure."""
+        return "excess objective" if self.measure == "excess" else "squared gradient norm"
+
+
+class QuadraticsTask(LeastSquaresTask):
+    """Quadratics; curvatures and minimisers differ between clients."""
+
+    data: Literal["quadratics"]
+    clients: Count = 10
+    dim: Count = 20
+    condition: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 10.0
+    spread: NonNegative = 1.0
+
+
+def _check_samples(value: object) -> object:
+    pair = value if isinstance(value, tuple) else (value, value)
+    if len(pair) != 2 or not all(type(n) is int and n > 0 for n in pair) or pair[0] > pair[1]:
+        raise ValueError("it must be a whole number > 0, or [low, high]")
+    return value
+
+
+class LinearRegressionTask(LeastSquaresTask):
+    """Linear regression; features and ground truths differ between clients."""
+
+    data: Literal["linear_regression"]
+    clients: Count = 10
+    dim: Count = 10
+    samples: Annotated[Any, BeforeValidator(_check_samples)] = 40
+    heterogeneity: NonNegative = 1.0
+    noise: NonNegative = 0.1
+
+
+class CustomTask(Section):
+    """The task of another program, such as a federation: its runs can be read, but not run again."""
+
+    data: Literal["custom"]
+    clients: Count
+    measure: Line = "accuracy"
+
+    @property
+    def metric(self) -> str:
+        """The name of the measure."""
+        return self.measure
+
+
+TaskSpec: TypeAlias = (
+    DigitsTask | ImagesTask | HarTask | TextTask | QuadraticsTask | LinearRegressionTask | CustomTask
+)
+TASKS: dict[str, type[TaskSpec]] = {
+    "digits": DigitsTask,
+    "cifar10": ImagesTask,
+    "cifar100": ImagesTask,
+    "tiny-imagenet": ImagesTask,
+    "uci_har": HarTask,
+    "20_newsgroups": TextTask,
+    "glue/sst2": TextTask,
+    "glue/qnli": TextTask,
+    "glue/qqp": TextTask,
+    "quadratics": QuadraticsTask,
+    "linear_regression": LinearRegressionTask,
+    "custom": CustomTask,
+}
+RUNNABLE = tuple(name for name in TASKS if name != "custom")
+
+
+def task_spec(**table: Any) -> TaskSpec:
+    """Make a [task] section from its keys; None stands for a key that is not given."""
+    table = {key: frozen(value, key) for key, value in table.items() if value is not None}
+    if "data" not in table:
+        raise InputError(f"[task] needs the key 'data', one of {', '.join(map(repr, RUNNABLE))}")
+    data = table["data"]
+    if not isinstance(data, str) or data not in TASKS:
+        hint = nearest(data, RUNNABLE) if isinstance(data, str) else ""
+        if isinstance(data, str) and data.lower().endswith((".csv", ".parquet")):
+            hint = "; for your own texts, use fadamgc.tasks.text in Python"
+        names = ", ".join(map(repr, RUNNABLE))
+        raise InputError(f"[task] data={shown(data)} is not accepted; it must be one of {names}{hint}")
+    return TASKS[data].from_table(table, f"[task] with data='{data}'")
