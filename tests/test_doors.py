@@ -296,7 +296,7 @@ TOKEN = "t" * 40
 def test_only_the_operators_token_is_accepted(launch, metadata):
     from flwr.common.constant import ACCESS_TOKEN_KEY
 
-    operator = launch.Operator(TOKEN)
+    operator = launch.OperatorPlugin(TOKEN)
     keyed = [(ACCESS_TOKEN_KEY if "oidc" in key else key, value) for key, value in metadata]
     assert operator.validate_tokens_in_metadata(keyed) == (False, None)
     assert operator.refresh_tokens([(ACCESS_TOKEN_KEY, TOKEN)]) == (None, None)
@@ -327,7 +327,7 @@ def test_tokens_that_others_know_are_refused(launch, tmp_path, content, permissi
 
 
 def test_a_token_that_is_made_is_accepted(launch, tmp_path):
-    from fadamgc.flower.loopback import make_token
+    from fadamgc.flower.access import make_token
 
     token = make_token(tmp_path / "token")
     assert launch.read_token(tmp_path / "token") == token
@@ -339,7 +339,7 @@ def test_the_runtime_api_serves_what_training_needs(launch):
     from flwr.supercore.routers.runtime.router import router
 
     paths = {route.path for route in router.routes}
-    assert {launch.RUNTIME + name for name in launch.SERVED} <= paths
+    assert {launch.RUNTIME_API + name for name in launch.SERVED} <= paths
     passed, answers = [], []
 
     async def flower(scope, receive, send):
@@ -350,7 +350,7 @@ def test_the_runtime_api_serves_what_training_needs(launch):
 
     for path in (*sorted(paths), "/v1/runtime/responses", "/v1/runtime/", "/v1/fleet/get-run"):
         asyncio.run(launch.OnlyTraining(flower)({"type": "http", "path": path}, None, send))
-    assert set(passed) == {launch.RUNTIME + name for name in launch.SERVED} | {"/v1/fleet/get-run"}
+    assert set(passed) == {launch.RUNTIME_API + name for name in launch.SERVED} | {"/v1/fleet/get-run"}
     assert "/v1/runtime/start-automation" in paths
     assert {answer["status"] for answer in answers if "status" in answer} == {403}
 
@@ -359,7 +359,7 @@ def test_the_runtime_api_serves_what_training_needs(launch):
     ("status", "shut"), [(401, True), (403, True), (200, False), (404, False), (500, False)]
 )
 def test_a_door_that_is_not_shut_is_noticed(status, shut):
-    from fadamgc.flower.loopback import check_refusals
+    from fadamgc.flower.access import check_refusals
 
     class Door(BaseHTTPRequestHandler):
         def do_POST(self):
@@ -388,7 +388,7 @@ def test_flowers_command_finds_the_operators_token(launch, tmp_path, monkeypatch
     from typer.testing import CliRunner
 
     from fadamgc.cli.main import app
-    from fadamgc.flower.loopback import make_token
+    from fadamgc.flower.access import make_token
 
     token = make_token(tmp_path / "token")
     monkeypatch.setenv("FLWR_HOME", str(tmp_path / "flwr"))
@@ -414,13 +414,13 @@ def test_flowers_command_finds_the_operators_token(launch, tmp_path, monkeypatch
 
 
 def test_a_superlink_without_tls_stays_on_loopback(launch, tmp_path):
-    from fadamgc.flower.loopback import LoopbackFederation, make_token
-    from fadamgc.flower.loopback import launch as command
+    from fadamgc.flower.access import launch_command, make_token
+    from fadamgc.flower.loopback import LoopbackFederation
 
     make_token(tmp_path / "token")
     words = ["--operator-token", tmp_path / "token", "--insecure", "--host", "0.0.0.0", "--port", "1"]
     done = subprocess.run(
-        [*command("superlink"), *words],
+        [*launch_command("superlink"), *words],
         env=LoopbackFederation(tmp_path).environment,
         capture_output=True,
         text=True,

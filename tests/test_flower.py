@@ -731,9 +731,9 @@ def test_a_history_of_a_custom_algorithm_and_metric_is_reported(tmp_path, monkey
     assert (tmp_path / "server" / "runs" / "steepest-nof-all-seed7" / "run.json").exists()
 
 
-def test_the_flower_server_loads_no_experiments():
+def test_flower_apps_load_no_experiments():
     code = (
-        "import sys, fadamgc.flower.serverapp\n"
+        "import sys, fadamgc.flower.dataset_apps\n"
         "loaded = [m for m in sys.modules if m.startswith(('matplotlib', 'plotly', 'fadamgc.experiments'))]\n"
         "assert not loaded, loaded"
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from fadamgc.algorithm import AnyAlgorithm
 from fadamgc.errors import InputError, nearest, shown
@@ -41,7 +41,9 @@ class ServerOptions:
     min_clients: int = option(1, "a round with fewer replies does not count")
     round_timeout: float = option(600.0, "seconds that a round waits for replies")
     wait_timeout: float = option(300.0, "seconds to wait for nodes: first for all, then for min-clients")
-    below_minimum: str = option("fail", "what to do with too few clients: 'fail', or 'skip' the round")
+    below_minimum: Literal["fail", "skip"] = option(
+        "fail", "what to do with too few clients: 'fail', or 'skip' the round"
+    )
     max_update_norm: float = option(0.0, "refuse a reply with a longer vector; 0: accept any length")
     max_norm_ratio: float = option(
         100.0, "refuse a reply with a vector this many times longer than is typical; 0: accept any length"
@@ -52,17 +54,20 @@ class ServerOptions:
         "with weights = 'size', refuse a client that says it has more than this many times the median number "
         "of samples; 0: accept any number",
     )
-    reset_states: bool = option(False, "once: reset the states of all clients, and keep the model")
+    reset_states: bool = option(False, "for one run: reset the states of all clients, and keep the model")
     checkpoints: int = option(3, "how many checkpoints are stored, the newest included")
     restore_round: int = option(
-        -1, "once: go back to the checkpoint of this round, and reset the states of all clients; -1: do not"
+        -1,
+        "for one run: go back to the checkpoint of this round, and reset the states of all clients; -1: no",
     )
     bind_clients: str = option(
         "auto",
         "'on': accept a client only from the node key that first spoke for it; 'off'; 'auto': what "
         f"${BIND_VARIABLE} says, else 'off'",
     )
-    unbind_clients: str = option("", "once: clients ('0, 2', or 'all') whose next node may have another key")
+    unbind_clients: str = option(
+        "", "for one run: clients ('0, 2', or 'all') whose next node may have another key"
+    )
 
 
 class ServerConfig(NamedTuple):

@@ -1,4 +1,4 @@
-"""Flower apps for the data sets that have names, as ``examples/flower-digits`` and ``flower-sst2`` use them.
+"""Flower apps for named data sets, which ``examples/flower-digits`` and ``flower-sst2`` use.
 
 The config's ``data.`` keys are those of a spec's [task] (docs/specs.md), and ``data.data`` is the name. Each
 node gets the part that its ``partition-id`` has in the partition of the config's ``seed``: the same part that

@@ -75,7 +75,7 @@ def federate(grid: Grid, task: Task, config: Mapping[str, Any]) -> Coordinator:
         coordinator,
         round_timeout=server.options.round_timeout,
         wait_timeout=server.options.wait_timeout,
-        below_minimum=server.options.below_minimum,  # type: ignore[arg-type]
+        below_minimum=server.options.below_minimum,
         on_round=on_round,
         bind_clients=server.binds_clients,
     )
