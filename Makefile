@@ -7,7 +7,7 @@ WORKERS ?= 2
 SEED    ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-e2e fuzz results bench check format clean
+.PHONY: help install demo test test-e2e fuzz docs results bench check format clean
 
 help:  ## Show this list
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -33,6 +33,10 @@ test-e2e: install  ## Run the tests with a real SuperLink and SuperNodes, on loo
 
 fuzz: install  ## Try bad input of every kind; SEED=1 BUDGET='specs=20000 arguments=5000' for more of it
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --seed $(SEED) --processes $(WORKERS) $(BUDGET)
+
+docs: install  ## Write the generated tables of README.md and docs/*.md
+	$(BIN)/python docs/tables.py
+	$(BIN)/python -m fadamgc.paper.comparison results docs/results.md
 
 results: install  ## Write docs/results.md from the records under results/
 	$(BIN)/python -m fadamgc.paper.comparison results docs/results.md
