@@ -22,7 +22,7 @@ class Local(NamedTuple):
 
 @dataclass(frozen=True)
 class NaiveTracking(Algorithm[ServerT, DownT, ClientT, Local, UpT]):
-    """The step that both forms share: Adam on the raw gradient, plus the correction z; abstract."""
+    """The step of both forms of FA-NT: Adam on the raw gradient, plus the correction z; abstract."""
 
     eta_l: float = positive(1e-3)
     eta_g: float = positive(1.0)
@@ -32,7 +32,7 @@ class NaiveTracking(Algorithm[ServerT, DownT, ClientT, Local, UpT]):
     v_hat: Literal["carry", "restart"] = choice("carry", "restart")
 
     def start(self, v: Tensor, v_hat: Tensor, z: Tensor) -> Local:
-        """The local state at step 1."""
+        """Return the local state before step 1."""
         return Local(m=torch.zeros_like(v), v=v, v_hat=v_hat if self.v_hat == "carry" else v, z=z)
 
     def step(self, down: DownT, client: ClientT, local: Local, x: Tensor, g: Tensor) -> tuple[Tensor, Local]:
@@ -66,11 +66,11 @@ class Up(NamedTuple):
 
 @dataclass(frozen=True)
 class FANT(NaiveTracking[Server, Down, Client, Up]):
-    """Adam at the clients with a SCAFFOLD correction added AFTER the moments: the naive way.
+    """Adam at the clients with SCAFFOLD's correction added AFTER the moments: the naive way.
 
         m, v, v_hat as in FAdamGC, on the raw g
         x_i = x_i - eta_l ( m / (sqrt(v_hat) + eps) + y - y_i )
-        y_i = y_i - y + (x - x_i) / (K eta_l)            if tracked, else as it was
+        y_i = y_i - y + (x - x_i) / (K eta_l)            if tracked, else unchanged
         x   = x + eta_g mean(x_i - x)                    over the S sampled clients
         y   = y + (1/n) sum of (y_i new - y_i old)       over the tracked clients
 
@@ -81,6 +81,9 @@ class FANT(NaiveTracking[Server, Down, Client, Up]):
         beta2: decay of the second moment.
         eps: added to the denominator; with 0 a coordinate whose v_hat is 0 gets no Adam step.
         v_hat: "carry" keeps v_hat between rounds, "restart" starts it from v_i in each round.
+
+    References:
+        Chen et al., Gradient Correction in Federated Learning with Adaptive Optimization, appendix.
     """
 
     title: ClassVar[str] = "FA-NT"

@@ -1,4 +1,4 @@
-"""FA-NT in the form for full participation: only the model travels."""
+"""FA-NT in the form for full participation, which sends only the model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Down(NamedTuple):
 
 
 class Client(NamedTuple):
-    z_open: Tensor  # z_i + (x_i - x) / (K eta_l) of the last round: the next z_i without the server's part
+    z_open: Tensor  # z_i + (x_i - x) / (K eta_l) of the last round: the next z_i except for the server's term
     x: Tensor  # the server's x of that round
     rate: Tensor  # 1 / (K eta_g eta_l) of that round; 0 before the first
     v: Tensor
@@ -35,15 +35,15 @@ class Up(NamedTuple):
 
 @dataclass(frozen=True)
 class FANTLocal(NaiveTracking[Server, Down, Client, Up]):
-    """FA-NT for full participation: z_i = y - y_i stays at the client and only x travels.
+    """FA-NT for full participation: z_i = y - y_i stays at the client, and only x is sent.
 
-    If all clients are sampled and tracked and do the same K, FA-NT needs neither y nor y_i:
+    If all clients are sampled and tracked and take the same K steps, FA-NT needs neither y nor y_i:
 
         x_i = x_i - eta_l ( m / (sqrt(v_hat) + eps) + z_i )
         z_i = z_i + ( (x_i - x) - (x_new - x) / eta_g ) / (K eta_l)      when x_new arrives
 
-    The paper prints (x_i - x_new) / (K eta_g eta_l) for the last term, which is this at eta_g = 1. For
-    any other eta_g the printed rule is not FA-NT (its z_i no longer sum to zero); this one is.
+    The paper prints (x_i - x_new) / (K eta_g eta_l) for the last term. This equals the rule above only for
+    eta_g = 1; for any other eta_g the printed rule is not FA-NT, because its z_i no longer sum to zero.
 
     Args:
         eta_l: local step size.
@@ -52,6 +52,9 @@ class FANTLocal(NaiveTracking[Server, Down, Client, Up]):
         beta2: decay of the second moment.
         eps: added to the denominator; with 0 a coordinate whose v_hat is 0 gets no Adam step.
         v_hat: "carry" keeps v_hat between rounds, "restart" starts it from v_i in each round.
+
+    References:
+        Chen et al., Gradient Correction in Federated Learning with Adaptive Optimization, appendix.
     """
 
     title: ClassVar[str] = "FA-NT (local form)"
