@@ -73,7 +73,7 @@ class MyMethod(Algorithm[Server, Down, Client, Local, Up]):
     beta: float = decay(0.9)
     init: Literal["zero", "gradient"] = choice("zero", "gradient")
 
-    # Three properties say what the method needs. All are False unless they are overridden.
+    # Three properties say what the algorithm needs. All are False unless they are overridden.
     #   init_gradient       gradients at the initial model, passed to init_server and init_client
     #   round_gradient      the gradient of a client's whole data at down.x, passed to begin
     #   full_participation  all clients take part and are tracked in every round, with equal weights
@@ -113,7 +113,7 @@ class MyMethod(Algorithm[Server, Down, Client, Local, Up]):
         return Client(y), Up(dx=x - down.x, dy=y - client.y)
 
     # At the server: total is the sum of the messages; cohort has n, S, K and the round t. Divide by S before
-    # the product with eta_g, as all methods do: methods that are equal in theory are then equal to the bit.
+    # the product with eta_g, as all algorithms do: those that are equal in theory are then equal to the bit.
     def aggregate(self, server: Server, total: Up, cohort: Cohort) -> Server:
         return Server(
             x=server.x + self.eta_g * (total.dx / cohort.S),

@@ -23,14 +23,14 @@ from fadamgc.sim.executors.machine_code import compiler
 from problems import EVEN, class_task, settings_for
 from skeleton import MyMethod
 
-CLASSES = {name: algorithm_class(name) for name in fadamgc.algorithms()} | {"my_method": MyMethod}
+CLASSES = {name: algorithm_class(name) for name in fadamgc.algorithms()} | {"skeleton": MyMethod}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _register_the_skeleton():
-    fadamgc.register("my_method", MyMethod)
+    fadamgc.register("skeleton", MyMethod)
     yield
-    del _REGISTRY["my_method"]
+    del _REGISTRY["skeleton"]
 
 
 def variants(name: str) -> dict[str, fadamgc.Algorithm]:

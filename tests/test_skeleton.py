@@ -1,5 +1,10 @@
 """Tests of docs/skeleton.py, to copy with it: two steps computed by hand, and the rules again in numpy."""
 
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import torch
 
@@ -60,3 +65,24 @@ def test_transcription():
     np.testing.assert_allclose(seen, models, rtol=1e-9, atol=1e-11)
     np.testing.assert_allclose(run.server.y, y, rtol=1e-9, atol=1e-11)
     np.testing.assert_allclose(torch.stack([c.y for c in run.clients]), y_i, rtol=1e-9, atol=1e-11)
+
+
+def test_one_file_and_one_line_add_an_algorithm(tmp_path):
+    """The steps of docs/extending.md, in a copy of the package."""
+    root = Path(__file__).parent.parent
+    shutil.copytree(root / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    methods = tmp_path / "src" / "fadamgc" / "methods"
+    shutil.copy(root / "docs" / "skeleton.py", methods / "my_method.py")
+    text = (methods / "__init__.py").read_text()
+    line = "from fadamgc.methods.my_method import MyMethod as MyMethod"
+    assert line in (root / "docs" / "extending.md").read_text()
+    (methods / "__init__.py").write_text(text.replace("# isort: on\n", f"{line}\n# isort: on\n"))
+    program = (
+        "import fadamgc\n"
+        "assert fadamgc.algorithms()[-1] == 'my_method', fadamgc.algorithms()\n"
+        "assert fadamgc.make_algorithm('my_method', beta=0.5) == fadamgc.MyMethod(beta=0.5)\n"
+        "assert 'MyMethod' in fadamgc.__all__"
+    )
+    subprocess.run(
+        [sys.executable, "-c", program], check=True, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path / "src")}
+    )

@@ -24,7 +24,7 @@ from fadamgc.errors import (
 )
 from fadamgc.federation.cost import CostModel
 from fadamgc.federation.run import Record, Run
-from fadamgc.methods import *  # noqa: F403  # the classes of all methods, algorithms, make_algorithm, register
+from fadamgc.methods import *  # noqa: F403  # all algorithms; algorithms(), make_algorithm, register
 from fadamgc.optim import ClientOptimizer
 from fadamgc.sim.checkpoint import load_run
 from fadamgc.sim.engine import RoundEnd, simulate

@@ -1,7 +1,7 @@
-"""One file per method, and the registry that makes the rest of the package know the methods.
+"""One file per algorithm, and the registry through which the rest of the package finds them.
 
-To add a method, write its file and import its class below, in one line. The name of the file is then the
-name of the method in ``make_algorithm``, in specs and on the command line, and ``fadamgc`` exports the class.
+To add an algorithm, write its file and import its class below, in one line. It is then known by the name of
+its file to ``make_algorithm``, specs, Flower and the command line, and its class is exported by ``fadamgc``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from fadamgc.algorithm import Algorithm, AnyAlgorithm
 from fadamgc.errors import InputError, nearest, shown
 
-# The order of these lines is the order of the methods in tables.
+# The order of these lines is the order of the algorithms in tables.
 # isort: off
 from fadamgc.methods.fadamgc import FAdamGC as FAdamGC
 from fadamgc.methods.fa_nt import FANT as FANT
