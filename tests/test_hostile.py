@@ -654,7 +654,8 @@ def test_the_config_says_what_is_bounded_and_where_to_go_back_to(tmp_path):
     assert started(restore_round=2).t == 2
     assert started().t == 2
     free = started(max_norm_ratio=0.0, max_size_ratio=0.0, max_samples=50, unbind_clients="all")
-    assert (free.max_norm_ratio, free.max_samples, free.max_size_ratio) == (None, 50, None)
+    limits = free.checks.max_norm_ratio, free.members.max_samples, free.members.max_size_ratio
+    assert limits == (None, 50, None)
 
 
 def test_a_damaged_checkpoint_can_be_gone_back_from(tmp_path):
