@@ -13,8 +13,9 @@ from torch import nn
 
 import fadamgc
 from fadamgc.algorithm import Cohort, add, example
+from fadamgc.federation.client_data import ClientTable
 from fadamgc.federation.cost import traffic
-from fadamgc.federation.problem import Problem
+from fadamgc.federation.functions import TaskFunctions
 from fadamgc.federation.sampling import batches, draw
 from fadamgc.fields import options
 from fadamgc.methods import _REGISTRY, algorithm_class
@@ -112,13 +113,14 @@ def test_compiled_rules_agree_with_the_loop(name):
 
 
 def with_client_optimizer(algo, task, rounds, who, K, B, seed):
-    """The same federation in a training loop of one's own: nothing of the simulator but its draws."""
-    model = Problem(task, torch.float64).module.requires_grad_(True)
-    problem = Problem(task, torch.float64)
+    """The same federation in a hand-written training loop that uses only the simulator's draws."""
+    model = TaskFunctions(task, torch.float64).module.requires_grad_(True)
+    functions = TaskFunctions(task, torch.float64)
+    table = ClientTable(task, functions.dtype, functions.device)
     loss_of = task.loss
 
     def whole_gradient(x, client):
-        return problem.whole_gradient(x, {}, client, seed, 0)
+        return functions.whole_gradient(x, {}, client, table[client], seed, 0)
 
     x = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
     starts = [whole_gradient(x, i) if algo.init_gradient else None for i in range(task.n)]

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fadamgc.cli.main import app
-from fadamgc.experiments.run.runner import only_one
+from fadamgc.experiments.folder import ExperimentFolder
 
 TINY = """
 name = "tiny"
@@ -90,7 +90,7 @@ def test_too_little_memory_is_a_message(monkeypatch):
     def fail():
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
 
-    monkeypatch.setattr(sys.modules["fadamgc.algorithms"], "algorithms", fail)
+    monkeypatch.setattr(sys.modules["fadamgc.methods"], "algorithms", fail)
     shown = CliRunner().invoke(app, ["list"])
     assert shown.exit_code == 2
     assert "there is not enough memory" in shown.output
@@ -373,7 +373,7 @@ def test_extreme_values(tmp_path, old, new, message):
 
 def test_two_at_once_do_not_write_into_one_folder(spec, tmp_path):
     out = tmp_path / "out"
-    with only_one(out):
+    with ExperimentFolder(out).lock():
         for option in ("--resume", "--overwrite"):
             result = fadamgc("run", spec, "--out", out, option, "--workers", 1)
             assert result.exit_code == 2

@@ -52,7 +52,7 @@ BAD_SETTINGS = [
     ({"callbacks": [5]}, "callbacks=.5. are not functions"),
     ({"cost": "cheap"}, "cost='cheap' is not a cost model"),
     ({"cost": fadamgc.CostModel(up_mbps=(1, 2))}, "up_mbps has 2 entries for clients=6"),
-    ({"schedule": [([0], [0])] * 2}, "schedule is given beside sampled=3"),
+    ({"schedule": [([0], [0])] * 2}, "schedule is given together with sampled=3"),
     ({"weights": [1e-320] * 6}, "weights from 1e-320 to 1e-320 cannot be scaled to a mean of 1"),
     ({"weights": [1, 1, 1, 1, 1, 1e-320]}, "weights from 1e-320 to 1.0 cannot be scaled"),
     ({"weights": [10**400] * 6}, "weights=.1000.* is not accepted"),
@@ -108,7 +108,7 @@ def test_something_that_is_no_algorithm():
         ({"schedule": [(range(6), range(6)), (range(6), range(5))]}, "round 2 has sampled=6, tracked=5"),
         ({"local_steps": None, "local_epochs": 1}, "same number of local steps"),
         ({"weights": "size"}, "weights='uniform'; got weights='size'"),
-        ({"on_nonfinite": "drop"}, "cannot go on without a client"),
+        ({"on_nonfinite": "drop"}, "cannot continue without a client"),
     ],
 )
 def test_the_local_form_needs_everybody(options, message):

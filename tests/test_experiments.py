@@ -21,10 +21,11 @@ import torch
 from fadamgc import CostModel, InputError, files
 from fadamgc.data import digits
 from fadamgc.errors import FadamgcError
+from fadamgc.experiments.folder import FILES, ExperimentFolder
 from fadamgc.experiments.report.numbers import DASH, Spread, cells, header, read_results
 from fadamgc.experiments.report.write import markdown, summarise, write_report
 from fadamgc.experiments.run import workers as pool
-from fadamgc.experiments.run.runner import FILES, plan, prepare, run_spec
+from fadamgc.experiments.run.runner import run_spec
 from fadamgc.experiments.spec.sections import TASKS, CostSpec, MethodSpec, RunSpec, Spec, TuneSpec
 from fadamgc.experiments.spec.toml_io import load_spec, parse_spec, preset, presets
 from fadamgc.experiments.spec.toml_writer import toml_value
@@ -428,9 +429,9 @@ def test_resume_may_add_and_may_not_take_away(tmp_path):
 
 def test_other_links_or_another_target_need_no_new_run(done):
     spec = spec_of(TINY).replace("cost", latency=9.0).replace("run", target=0.3)
-    assert all(job.saved() is not None for job in plan(spec, done))
+    assert all(job.saved() is not None for job in ExperimentFolder(done).plan(spec))
     for other in (spec.replace("run", rounds=4), spec.replace("task", alpha=2.0)):
-        assert all(job.saved() is None for job in plan(other, done))
+        assert all(job.saved() is None for job in ExperimentFolder(done).plan(other))
 
 
 def test_a_folder_in_use_is_refused(done, tmp_path):
@@ -439,13 +440,13 @@ def test_a_folder_in_use_is_refused(done, tmp_path):
     (tmp_path / "thesis.tex").write_text("mine")
     for flags in ((False, False), (True, False), (False, True)):
         with pytest.raises(InputError, match="holds other files and no experiment"):
-            prepare(tmp_path, *flags)
+            ExperimentFolder(tmp_path).make_ready(*flags)
     with pytest.raises(InputError, match="is a file; give a folder"):
-        prepare(tmp_path / "thesis.tex", False, False)
+        ExperimentFolder(tmp_path / "thesis.tex").make_ready(False, False)
     with pytest.raises(InputError, match="cannot be written"):
-        prepare(tmp_path / "thesis.tex" / "below", False, False)
+        ExperimentFolder(tmp_path / "thesis.tex" / "below").make_ready(False, False)
     with pytest.raises(InputError, match="choose one"):
-        prepare(tmp_path, True, True)
+        ExperimentFolder(tmp_path).make_ready(True, True)
 
 
 def test_overwrite_removes_what_an_experiment_writes_and_nothing_else(tmp_path):
@@ -454,7 +455,7 @@ def test_overwrite_removes_what_an_experiment_writes_and_nothing_else(tmp_path):
     (out / "spec.toml").write_text("")
     (out / "report.html").write_text("")
     (out / "notes.txt").write_text("mine")
-    prepare(out, resume=False, overwrite=True)
+    ExperimentFolder(out).make_ready(resume=False, overwrite=True)
     assert [p.name for p in out.iterdir()] == ["notes.txt"]
 
 
@@ -493,16 +494,16 @@ def test_a_disk_that_fills_up_loses_no_finished_run(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "write_atomic", write)
     with pytest.raises(FadamgcError, match="No space left on device; what was finished is saved: make room"):
         run_spec(spec_of(TINY), tmp_path, workers=1, quiet=True)
-    assert sum(job.saved() is not None for job in plan(spec_of(TINY), tmp_path)) == 2
+    assert sum(job.saved() is not None for job in ExperimentFolder(tmp_path).plan(spec_of(TINY))) == 2
     room = 2  # no more than what is missing
     assert run_spec(spec_of(TINY), tmp_path, workers=1, quiet=True, resume=True) == ()
-    assert all(job.saved() for job in plan(spec_of(TINY), tmp_path))
+    assert all(job.saved() for job in ExperimentFolder(tmp_path).plan(spec_of(TINY)))
 
 
 def test_what_a_kill_left_behind_is_removed_by_the_next_start(tmp_path):
     """Killed between saving a record and removing the checkpoint, or while a figure was being written."""
     run_spec(spec_of(TINY), tmp_path, workers=1, quiet=True)
-    job = plan(spec_of(TINY), tmp_path)[0]
+    job = ExperimentFolder(tmp_path).plan(spec_of(TINY))[0]
     (job.folder / "checkpoint").mkdir()
     (job.folder / "checkpoint" / "checkpoint.json").write_text("{}")
     figure = tmp_path / f".partition.png.999999999-{files.this_machine()}-0123abcd.tmp"
@@ -519,7 +520,7 @@ def test_a_folder_in_which_a_killed_process_left_temporary_files_is_empty(tmp_pa
     for name in (".lock", ".writable", ".spec.toml.999999999-01234567-0123abcd.tmp"):
         (tmp_path / name).touch()
     run_spec(spec_of(TINY), tmp_path, workers=1, quiet=True)
-    assert all(job.saved() for job in plan(spec_of(TINY), tmp_path))
+    assert all(job.saved() for job in ExperimentFolder(tmp_path).plan(spec_of(TINY)))
 
 
 def test_where_there_is_no_terminal_lines_say_how_long_it_will_take(tmp_path, capsys):
@@ -751,8 +752,8 @@ def test_every_method_has_the_same_grid(tmp_path):
 
 def test_a_stopped_run_goes_on_where_it_was(tmp_path):
     spec = spec_of(TINY.replace("rounds = 3", "rounds = 60", 1))
-    job = plan(spec, tmp_path)[-1]
-    whole = job.simulate()
+    job = ExperimentFolder(tmp_path).plan(spec)[-1]
+    whole = pool.simulate_alone(job)
 
     def stop_after(rounds: int):
         done = 0
@@ -779,7 +780,7 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path):
 
 def test_a_checkpoint_of_other_settings_is_not_gone_on_from(tmp_path):
     spec = spec_of(TINY.replace("rounds = 3", "rounds = 30", 1))
-    job = plan(spec, tmp_path)[-1]
+    job = ExperimentFolder(tmp_path).plan(spec)[-1]
     answers = iter([False] * 26 + [True])
     with pytest.raises(pool.Stopped):
         pool.execute([job], lambda i: next(answers))

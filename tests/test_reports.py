@@ -24,6 +24,7 @@ from typer.testing import CliRunner
 from fadamgc import errors, files
 from fadamgc.cli.main import app
 from fadamgc.errors import CheckpointError, InputError
+from fadamgc.experiments.folder import ExperimentFolder
 from fadamgc.experiments.report import summary
 from fadamgc.experiments.report import write as report
 from fadamgc.experiments.report.numbers import DASH, Spread, cells, curves, mean_curves, read_results
@@ -40,7 +41,7 @@ from fadamgc.experiments.report.write import (
     write_study_report,
 )
 from fadamgc.experiments.run import workers as pool
-from fadamgc.experiments.run.runner import plan, run_spec
+from fadamgc.experiments.run.runner import run_spec
 from fadamgc.experiments.spec.toml_io import parse_spec
 from fadamgc.experiments.tune import tune
 from fadamgc.paper import theory
@@ -142,7 +143,7 @@ def copy(ready, tmp_path):
 
 def forge(folder, metrics, label="FedAvg", **others):
     """Give the runs of a method other metrics: for each seed one in each round, or the same in all."""
-    jobs = plan(parse_spec((folder / "spec.toml").read_text(), ""), folder)
+    jobs = ExperimentFolder(folder).plan(parse_spec((folder / "spec.toml").read_text(), ""))
     for job, values in zip([j for j in jobs if j.method.label == label], metrics, strict=True):
         run = job.saved()
         values = values if isinstance(values, list) else [values] * len(run.history)
@@ -266,7 +267,7 @@ def test_the_largest_numbers_and_runs_without_rounds_are_reported(copy):
     results = write_report(copy)
     assert "FedAvg" not in mean_curves(results, curves(results))
     assert cells(results)[0][3].text.startswith("1.70e+308")
-    for job in plan(parse_spec((copy / "spec.toml").read_text(), ""), copy)[:2]:
+    for job in ExperimentFolder(copy).plan(parse_spec((copy / "spec.toml").read_text(), ""))[:2]:
         dataclasses.replace(job.saved(), history=[]).save(job.folder, states=False)
     assert cells(write_report(copy))[0][3].text == DASH
 
@@ -351,7 +352,7 @@ def test_the_page_has_no_number_that_json_has_not(copy):
 
 def stopped(tmp_path, rounds=30):
     """A job that was stopped after its first checkpoint."""
-    job = plan(spec_of(rounds=rounds), tmp_path)[0]
+    job = ExperimentFolder(tmp_path).plan(spec_of(rounds=rounds))[0]
     answers = iter([False] * 26 + [True])
     with pytest.raises(pool.Stopped):
         pool.execute([job], lambda i: next(answers))
@@ -678,7 +679,7 @@ def program(copy, algorithm="fedprox", **hyperparameters):
         f'[[method]]\nalgorithm = "{algorithm}"\nlabel = "Ours"\nmu = 0.1\neta_l = 0.5\n'
     )
     spec = parse_spec((copy / "spec.toml").read_text(), "")
-    (job,) = plan(spec, copy)
+    (job,) = ExperimentFolder(copy).plan(spec)
     (copy / "runs" / "fedavg-seed0").rename(job.folder)
     run = files.read_bundle(job.folder, "run")[0]
     identity = job.identity()

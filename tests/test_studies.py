@@ -15,10 +15,12 @@ from typer.testing import CliRunner
 import sets
 from fadamgc.cli.main import app
 from fadamgc.errors import InputError
+from fadamgc.experiments.folder import ExperimentFolder
+from fadamgc.experiments.planned_run import PlannedRun
 from fadamgc.experiments.report.numbers import read_results
 from fadamgc.experiments.report.summary import Entry, figure, latex, markdown, table
-from fadamgc.experiments.run.runner import plan, run_spec, write_spec
-from fadamgc.experiments.run.workers import Job
+from fadamgc.experiments.run import workers as pool
+from fadamgc.experiments.run.runner import run_spec, write_spec
 from fadamgc.experiments.spec.sections import TuneSpec
 from fadamgc.experiments.tune import Point, _raced, tune
 from fadamgc.paper.study import SCALES, load_study, parse_study, studies
@@ -262,11 +264,11 @@ def test_the_paper_scale_starts_stops_and_goes_on(data, tmp_path):
     spec = spec.model_copy(
         update={"methods": tuple(m.model_copy(update={"tracked": 1}) for m in spec.methods)}
     )
-    (job,) = plan(spec, tmp_path / "out")
-    assert sum(p.numel() for p in job.arguments()["task"].model.parameters()) == 11_173_962
-    whole = job.simulate()
+    (job,) = ExperimentFolder(tmp_path / "out").plan(spec)
+    assert sum(p.numel() for p in pool.build(job).model.parameters()) == 11_173_962
+    whole = pool.simulate_alone(job)
     (tmp_path / "out").mkdir()
-    write_spec(spec, tmp_path / "out")
+    write_spec(spec, ExperimentFolder(tmp_path / "out"))
     stop_after(job, rounds=1)
     assert (job.folder / "checkpoint").exists()
     assert job.saved() is None
@@ -275,9 +277,7 @@ def test_the_paper_scale_starts_stops_and_goes_on(data, tmp_path):
         assert [getattr(r, name) for r in job.saved().history] == [getattr(r, name) for r in whole.history]
 
 
-def stop_after(job: Job, rounds: int):
-    from fadamgc.experiments.run import workers as pool
-
+def stop_after(job: PlannedRun, rounds: int):
     done = 0
 
     def on_round(_: int) -> bool:

@@ -26,8 +26,9 @@ from fadamgc.tasks.build import build_task, label_counts
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("peft", reason="peft is not installed")
 
-from fadamgc import tasks
 from fadamgc.federation.problem import Problem
+
+from fadamgc import tasks
 from fadamgc.models import text as models
 from fadamgc.models.pretrained import TARGETS, default_adapters, load_base, lora
 from fadamgc.models.text import TextClassifier, encode

@@ -24,11 +24,13 @@ from fadamgc.errors import (
 )
 from fadamgc.federation.cost import CostModel
 from fadamgc.federation.run import Record, Run
+from fadamgc.federation.settings import Settings
 from fadamgc.methods import *  # noqa: F403  # all algorithms; algorithms(), make_algorithm, register
 from fadamgc.optim import ClientOptimizer
 from fadamgc.sim.checkpoint import load_run
-from fadamgc.sim.engine import RoundEnd, simulate
+from fadamgc.sim.engine import RoundEnd
 from fadamgc.sim.many import simulate_many
+from fadamgc.sim.simulate import simulate
 from fadamgc.task import Task
 
 __version__ = "0.1.0"
@@ -47,6 +49,7 @@ __all__ = [
     "Record",
     "RoundEnd",
     "Run",
+    "Settings",
     "Task",
     "add",
     "load_run",

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from fadamgc.files import write_atomic
+from fadamgc.files import user_folder, write_atomic
 
 ROOM = 8 << 30  # bytes that arrays of one kind may take
 DIGEST = hashlib.sha256().digest_size
@@ -40,10 +40,8 @@ _verified: dict[Path, Identity] = {}  # mapped files whose digest this process h
 
 def cache_folder() -> Path:
     """Where the cache is: $FADAMGC_CACHE, else ``fadamgc`` in the user's cache folder."""
-    given = os.environ.get("FADAMGC_CACHE")
-    if given:
-        return Path(given).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fadamgc"
+    folder = os.environ.get("FADAMGC_CACHE")
+    return Path(folder).expanduser() if folder else user_folder("cache")
 
 
 def make_private(folder: Path) -> None:

@@ -22,14 +22,22 @@ import fadamgc
 pytest.importorskip("flwr", reason="Flower is not installed")
 
 from fadamgc.algorithm import example
+from fadamgc.bundle import has_bundle, read_bundle
 from fadamgc.errors import FadamgcError
 from fadamgc.experiments.report.write import write_report
 from fadamgc.experiments.spec.sections import DigitsTask
 from fadamgc.experiments.spec.toml_io import task_spec
-from fadamgc.files import has_bundle, read_bundle
 from fadamgc.flower.certificates import ensure_node_keys
-from fadamgc.flower.client_store import Keeper
-from fadamgc.flower.loopback import ACQUIRE, HOST, NAME, Federation, _command, check_refusals, free_ports
+from fadamgc.flower.client_store import ClientStore
+from fadamgc.flower.loopback import (
+    ACQUIRE,
+    FEDERATION_NAME,
+    HOST,
+    LoopbackFederation,
+    _command,
+    check_refusals,
+    free_ports,
+)
 from fadamgc.flower.protocol import NEVER, Stamp
 from fadamgc.tasks.build import build_task
 
@@ -39,7 +47,7 @@ LIMIT = 300  # seconds for anything to happen
 
 @pytest.fixture
 def federation(tmp_path):
-    one = Federation(tmp_path / "federation")
+    one = LoopbackFederation(tmp_path / "federation")
     try:
         yield one
     finally:
@@ -95,12 +103,12 @@ def server_of(folder):
 def check_in_step(federation, folder, algo):
     """y is the mean of the y_i that the server has counted."""
     content, tensors = server_of(folder)
-    kind = type(example(algo, torch.zeros(1)).client)
+    kind = example(algo, torch.zeros(1)).client
     found = []
     for i in range(3):
-        kept = Keeper(federation.folder / "states" / f"node-{i}", "flower-digits", i).load(kind)
+        kept = ClientStore(federation.folder / "states" / f"node-{i}", "flower-digits", i).load(kind)
         counted = Stamp(*content["counted"][str(i)]) if str(i) in content["counted"] else NEVER
-        state = kept.next if kept.pending == counted else kept.state
+        state = kept.pending_state if kept.pending == counted else kept.committed_state
         assert (kept.pending if kept.pending == counted else kept.committed) == counted
         found.append(torch.zeros_like(tensors["server.y"]) if state is None else state.y)
     torch.testing.assert_close(tensors["server.y"], torch.stack(found).mean(0), rtol=1e-4, atol=1e-7)
@@ -122,7 +130,7 @@ def test_scaffold_has_the_simulators_numbers(federation, tmp_path):
         addresses = listening(federation)
         assert len(addresses) >= 4
         assert set(addresses) == {"0100007F"}  # 127.0.0.1, and nothing beyond
-    stranger = Federation(tmp_path / "stranger")
+    stranger = LoopbackFederation(tmp_path / "stranger")
     ensure_node_keys(stranger.keys, ["node-0"])
     check_stranger(federation, stranger, tmp_path)  # also without TLS
     federation.run(APP, config(tmp_path / "server", "scaffold"))
@@ -183,10 +191,10 @@ def check_stranger(federation, stranger, tmp_path):
     shutil.copy(federation.folder / "flwr" / "config.toml", stranger.folder / "flwr")
     evil = f'folder="{tmp_path / "evil"}"'
     for words in (
-        ["supernode", "register", str(stranger.keys / "node-0.pub"), NAME],
-        ["run", str(APP), NAME, "--run-config", evil],
-        ["supernode", "list", NAME],
-        ["ls", NAME],
+        ["supernode", "register", str(stranger.keys / "node-0.pub"), FEDERATION_NAME],
+        ["run", str(APP), FEDERATION_NAME, "--run-config", evil],
+        ["supernode", "list", FEDERATION_NAME],
+        ["ls", FEDERATION_NAME],
     ):
         with pytest.raises(FadamgcError, match="Authentication failed"):
             stranger.flwr(*words, timeout=LIMIT)
@@ -194,8 +202,8 @@ def check_stranger(federation, stranger, tmp_path):
     check_refusals(HOST, link.port, root)
     for node in nodes:
         check_refusals(HOST, node.port, None, [ACQUIRE])
-    assert json.loads(federation.flwr("ls", NAME, "--format", "json"))["runs"] == []
-    listed = json.loads(federation.flwr("supernode", "list", NAME, "--format", "json"))["nodes"]
+    assert json.loads(federation.flwr("ls", FEDERATION_NAME, "--format", "json"))["runs"] == []
+    listed = json.loads(federation.flwr("supernode", "list", FEDERATION_NAME, "--format", "json"))["nodes"]
     assert len(listed) == len(nodes)
     assert not (tmp_path / "evil").exists()
 
@@ -211,7 +219,7 @@ def check_private(folder):
 def test_fadamgc_with_keys_has_the_simulators_numbers_and_no_strangers(federation, tmp_path):
     federation.up(3, secure=True, wait=LIMIT)
     link = federation.read().processes[0].port
-    stranger = Federation(tmp_path / "stranger")
+    stranger = LoopbackFederation(tmp_path / "stranger")
     ensure_node_keys(stranger.keys, ["node-0"])
     check_stranger(federation, stranger, tmp_path)
     keys = stranger.keys

@@ -42,10 +42,10 @@ def up(nodes: Nodes = 3, secure: Secure = False, folder: Folder = HERE) -> None:
 
     Then `fadamgc federation run APP`, or Flower's own `flwr run` with the environment that is printed.
     """
-    from fadamgc.flower.loopback import NAME, QUIET, Federation
+    from fadamgc.flower.loopback import FEDERATION_NAME, QUIET, LoopbackFederation
 
     _end_well()
-    federation = Federation(folder)
+    federation = LoopbackFederation(folder)
     state = federation.up(nodes, secure)
     names = ", ".join(process.name for process in state.processes)
     say(f"running: {names}; logs in {federation.folder / 'logs'}")
@@ -54,16 +54,16 @@ def up(nodes: Nodes = 3, secure: Secure = False, folder: Folder = HERE) -> None:
 
         say(f"certificates in {federation.keys} end on {end_of(federation.keys):%Y-%m-%d}")
     settings = " ".join(f"{key}={value}" for key, value in QUIET.items())
-    say(f"FLWR_HOME={federation.folder / 'flwr'} {settings} flwr run APP {NAME} --stream")
+    say(f"FLWR_HOME={federation.folder / 'flwr'} {settings} flwr run APP {FEDERATION_NAME} --stream")
 
 
 @app.command()
 def status(folder: Folder = HERE) -> None:
     """Show what runs."""
-    from fadamgc.flower.loopback import Federation
+    from fadamgc.flower.loopback import LoopbackFederation
 
     show = partial(terminal().print, highlight=False, soft_wrap=True, markup=False)
-    federation = Federation(folder)
+    federation = LoopbackFederation(folder)
     processes = federation.read().processes
     if not processes:
         show(f"no federation in {folder}; `fadamgc federation up` starts one")
@@ -77,9 +77,9 @@ def status(folder: Folder = HERE) -> None:
 @app.command()
 def down(folder: Folder = HERE) -> None:
     """Stop everything that was started. States, keys and logs stay."""
-    from fadamgc.flower.loopback import Federation
+    from fadamgc.flower.loopback import LoopbackFederation
 
-    say(f"stopped {Federation(folder).down()} processes")
+    say(f"stopped {LoopbackFederation(folder).down()} processes")
 
 
 @app.command()
@@ -98,10 +98,10 @@ def run(
     ] = "",
 ) -> None:
     """Run a Flower app on a federation here; if none runs, one is started, and stopped afterwards."""
-    from fadamgc.flower.loopback import Federation
+    from fadamgc.flower.loopback import LoopbackFederation
 
     _end_well()
-    federation = Federation(folder)
+    federation = LoopbackFederation(folder)
     own = not federation.read().alive
     try:
         if own:

@@ -222,13 +222,13 @@ def tune(
 
     Example: `fadamgc tune spec.toml --out out/tuning`
     """
-    from fadamgc.experiments.run.runner import only_one
+    from fadamgc.experiments.folder import ExperimentFolder
     from fadamgc.experiments.spec.toml_io import load_spec
 
     use_data(data_root)
     chosen = _adjusted(load_spec(spec), None, None, None, methods)
     folder = _folder(out, chosen)
-    with only_one(folder):
+    with ExperimentFolder(folder).lock():
         _tuned(chosen, folder, How(workers, quiet, resume, overwrite))
     terminal().print(f"{folder / 'tuned.toml'}, {folder / 'tuning.csv'}", highlight=False, soft_wrap=True)
 
@@ -262,14 +262,15 @@ def _adjusted(
 
 def _experiment(spec: Spec, out: Path, tune: bool, how: How) -> Results:
     """Run an experiment, after choosing its step sizes if so wished, and show what came of it."""
+    from fadamgc.experiments.folder import ExperimentFolder
     from fadamgc.experiments.report.write import write_report
-    from fadamgc.experiments.run.runner import check, only_one, plan, run_spec
+    from fadamgc.experiments.run.runner import check, run_spec
     from fadamgc.experiments.run.workers import check_workers
 
     began = time.perf_counter()
     check_workers(how.workers)
-    check(plan(spec, out), how.workers, how.quiet)  # before a folder is made
-    with only_one(out):
+    check(ExperimentFolder(out).plan(spec), how.workers, how.quiet)  # before a folder is made
+    with ExperimentFolder(out).lock():
         if tune:
             spec = _tuned(spec, out, how)
             how = replace(how, resume=True, overwrite=False)  # what the folder holds now is this command's
@@ -290,17 +291,19 @@ def _experiment(spec: Spec, out: Path, tune: bool, how: How) -> Results:
 
 def _tuned(spec: Spec, out: Path, how: How) -> Spec:
     """The spec with the step sizes that its grid gives."""
-    from fadamgc.experiments.run.runner import check, check_same, prepare, write_spec
+    from fadamgc.experiments.folder import ExperimentFolder
+    from fadamgc.experiments.run.runner import check, write_spec
     from fadamgc.experiments.run.workers import check_workers
     from fadamgc.experiments.spec.sections import STEPS
     from fadamgc.experiments.tune import grid_of, tune, tune_jobs
 
     check_workers(how.workers)
     check(tune_jobs(spec, grid_of(spec), out), how.workers, how.quiet)
+    folder = ExperimentFolder(out)
     if how.resume:
-        check_same(spec, out, tuned=True)
-    prepare(out, how.resume, how.overwrite)
-    write_spec(spec, out)
+        folder.check_resumable(spec, tuned=True)
+    folder.make_ready(how.resume, how.overwrite)
+    write_spec(spec, folder)
     tuned = tune(spec, out, how.workers, how.quiet, how.resume, checked=True)
     for method in tuned.spec.methods:
         chosen = ", ".join(f"{key}={method.hyperparameters[key]:g}" for key in STEPS)

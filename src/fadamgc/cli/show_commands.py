@@ -68,8 +68,8 @@ def report(
     - `fadamgc report out/compare --down-mbps 10 --up-mbps 1 --per-round slowest --out out/slow`
     - `fadamgc report out/main-cifar10-laptop out/main-cifar100-laptop --out out/both`
     """
+    from fadamgc.experiments.folder import SPEC, ExperimentFolder
     from fadamgc.experiments.report.write import write_report, write_reports, write_study_report
-    from fadamgc.experiments.run.runner import SPEC, read_spec
     from fadamgc.paper.study import read_study
 
     every: dict[Path, Path] = {}  # the folder of each experiment, and where its report is written
@@ -77,19 +77,23 @@ def report(
     for folder, place in places.items():
         read_study(folder)  # refuses one that leads elsewhere
         inside = sorted(path.parent for path in folder.glob(f"*/{SPEC}"))
-        if (folder / SPEC).is_file() or not inside:
+        if ExperimentFolder(folder).has_experiment or not inside:
             every[folder] = place
         else:
             every |= {path: place / path.name for path in inside}
     cost = None
     for folder, place in every.items():
-        spec = read_spec(folder).replace(
-            "cost",
-            down_mbps=down_mbps,
-            up_mbps=up_mbps,
-            seconds_per_step=seconds_per_step,
-            latency=latency,
-            per_round=per_round,
+        spec = (
+            ExperimentFolder(folder)
+            .read_spec()
+            .replace(
+                "cost",
+                down_mbps=down_mbps,
+                up_mbps=up_mbps,
+                seconds_per_step=seconds_per_step,
+                latency=latency,
+                per_round=per_round,
+            )
         )
         cost = spec.cost.model()
         show(write_report(folder, cost, None if out is None else place), place)

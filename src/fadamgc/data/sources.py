@@ -11,7 +11,7 @@ from typing import Literal
 
 from fadamgc.cache import cache_folder, make_private
 from fadamgc.errors import InputError, nearest, shown
-from fadamgc.files import config_file
+from fadamgc.files import make_folder, user_folder
 
 VARIABLE = "FADAMGC_DATA"
 
@@ -118,7 +118,7 @@ def _root() -> tuple[Path, str]:
     given = os.environ.get(VARIABLE)
     if given:
         return Path(given).expanduser(), f"environment variable {VARIABLE}"
-    config = config_file()
+    config = user_folder("config") / "config.toml"
     if config.is_file():
         try:
             value = tomllib.loads(config.read_text(encoding="utf-8")).get("data_root")
@@ -175,8 +175,6 @@ def _all_shards(files: list[Path], split: str) -> None:
 
 def get(source: Source, say: Callable[[str], object] = print, root: Path | None = None) -> Path:
     """Download a data set from the hub into the data root, in the layout that is read from there."""
-    from fadamgc.files import make_folder
-
     if source.hub is None:
         raise InputError(
             f"data={source.name!r} is not on the hub; download {source.where()} "

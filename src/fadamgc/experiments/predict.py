@@ -11,8 +11,8 @@ import torch
 from fadamgc.data.sources import data_root, source
 from fadamgc.data.texts import Texts
 from fadamgc.errors import InputError, nearest
-from fadamgc.experiments.run.runner import RUNS
-from fadamgc.experiments.run.workers import ADAPTER
+from fadamgc.experiments.folder import RUNS
+from fadamgc.experiments.planned_run import ADAPTER, IDENTITY
 from fadamgc.experiments.spec.sections import TextTask
 from fadamgc.experiments.spec.toml_io import task_spec
 from fadamgc.federation.run import read_run
@@ -82,7 +82,7 @@ def _task(folder: Path) -> TextTask:
         beside = [str(path.parent) for path in folder.parent.glob(f"*/{ADAPTER}")]
         hint = f"; it has {', '.join(inside)}" if inside else nearest(str(folder), beside)
         raise InputError(f"run={str(folder)!r} is no run on texts: {what}{hint}")
-    facts = read_run(folder).settings.get("job", {}).get("task", {})
+    facts = read_run(folder).settings.get(IDENTITY, {}).get("task", {})
     task = task_spec(**facts)
     if not isinstance(task, TextTask):
         raise InputError(f"run={str(folder)!r} is no run on texts: its data are {task.data!r}")

@@ -14,9 +14,11 @@ import pandas as pd
 
 from fadamgc.errors import FadamgcError, InputError
 from fadamgc.escape import csv_bytes
+from fadamgc.experiments.folder import TUNED_SPEC, TUNING, TUNING_TABLE
+from fadamgc.experiments.planned_run import PlannedRun
 from fadamgc.experiments.report.numbers import mean_of
-from fadamgc.experiments.run.runner import TUNING, carry_out, check, warn
-from fadamgc.experiments.run.workers import Job
+from fadamgc.experiments.run.runner import carry_out, check, warn
+from fadamgc.experiments.run.workers import is_done
 from fadamgc.experiments.spec.sections import MethodSpec, Spec, TuneSpec
 from fadamgc.federation.run import Run
 from fadamgc.files import write_atomic
@@ -115,7 +117,7 @@ def tune(
 
     def run(rounds: int, wanted: Wanted, seeds: Sequence[int]) -> list[Point]:
         jobs = tune_jobs(spec, grid, out, rounds, wanted, seeds)
-        todo = [job for job in jobs if not (resume and job.is_done(warn))]
+        todo = [job for job in jobs if not (resume and is_done(job, warn))]
         before = sum(map(len, found.values()))
         carry_out(todo, workers, quiet, done=before + len(jobs) - len(todo))
         for job in jobs:
@@ -132,8 +134,8 @@ def tune(
     else:
         points = run(grid.rounds, every, grid.seeds)
     tuned = choose(spec, points)
-    write_atomic(out / "tuning.csv", csv_bytes(tuned.to_pandas()))
-    write_atomic(out / "tuned.toml", tuned.spec.to_toml().encode())
+    write_atomic(out / TUNING_TABLE, csv_bytes(tuned.to_pandas()))
+    write_atomic(out / TUNED_SPEC, tuned.spec.to_toml().encode())
     return tuned
 
 
@@ -185,7 +187,7 @@ def tune_jobs(
     rounds: int | None = None,
     points: Wanted | None = None,
     seeds: Sequence[int] | None = None,
-) -> list[Job]:
+) -> list[PlannedRun]:
     """Runs of the grid, or of some of its points and seeds; all of them on held-out train data."""
     rounds = rounds or grid.rounds
     run = {"rounds": rounds, "stop_at_target": spec.run.target is not None, "on_nonfinite": "error"}
@@ -199,7 +201,7 @@ def tune_jobs(
             for seed in grid.seeds if seeds is None else seeds:
                 folder = out / below / method.slug / f"eta_l-{eta_l!r}-eta_g-{eta_g!r}-seed{seed}"
                 detail = f"eta_l={eta_l:g} eta_g={eta_g:g}"
-                jobs.append(Job.of(short, tried, seed, folder, grid.validation, detail))
+                jobs.append(PlannedRun.of(short, tried, seed, folder, grid.validation, detail))
     return jobs
 
 

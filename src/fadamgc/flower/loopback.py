@@ -35,7 +35,7 @@ STRANGER = (  # what lets a stranger run code, or act as an app
     *("/v1/control/start-run", "/v1/control/register-node"),
     *(ACQUIRE, "/v1/runtime/start-automation"),
 )
-NAME = "local"  # of the federation in Flower's config
+FEDERATION_NAME = "local"  # of the federation in Flower's config
 HOST = "127.0.0.1"
 RETRY = 5.0  # seconds
 SILENT = 15.0  # seconds after which a node that lives is taken to be there, whatever it says
@@ -79,7 +79,7 @@ class State:
         return [process for process in self.processes if process.alive]
 
 
-class Federation:
+class LoopbackFederation:
     """A local federation in a folder."""
 
     def __init__(self, folder: str | Path) -> None:
@@ -137,7 +137,13 @@ class Federation:
             check_refusals(HOST, link, self.keys / "ca.crt" if secure else None)
             for i, port in enumerate(ports):
                 if secure:
-                    self.flwr("supernode", "register", str(self.keys / f"node-{i}.pub"), NAME, timeout=wait)
+                    self.flwr(
+                        "supernode",
+                        "register",
+                        str(self.keys / f"node-{i}.pub"),
+                        FEDERATION_NAME,
+                        timeout=wait,
+                    )
                 state = self._start(
                     state, f"node {i}", port, self._node_command(i, nodes, link, port, secure)
                 )
@@ -238,19 +244,19 @@ class Federation:
         """Run a Flower app here, and show what it says until it ends."""
         if not (Path(app) / "pyproject.toml").is_file():
             raise InputError(f"app={str(app)!r} is no Flower app: it has no pyproject.toml")
-        words = ["run", str(app), NAME, "--stream", *(["--run-config", config] if config else [])]
+        words = ["run", str(app), FEDERATION_NAME, "--stream", *(["--run-config", config] if config else [])]
         self.flwr(*words, show=True)
-        runs = json.loads(self.flwr("ls", NAME, "--format", "json", timeout=60.0)).get("runs", [])
+        runs = json.loads(self.flwr("ls", FEDERATION_NAME, "--format", "json", timeout=60.0)).get("runs", [])
         if runs:  # what was streamed ends well, whatever the run does
             last = max(runs, key=lambda run: str(run["pending-at"]))
             if last["status"] != "finished:completed":
                 raise FadamgcError(f"the run ended as {last['status']}: {last.get('status-details') or '?'}")
 
     def _config(self, port: int, secure: bool) -> str:
-        lines = [f"[superlink.{NAME}]", f'address = "{HOST}:{port}"']
+        lines = [f"[superlink.{FEDERATION_NAME}]", f'address = "{HOST}:{port}"']
         root = self.keys / "ca.crt"
         lines.append(f'root-certificates = "{root}"' if secure else "insecure = true")
-        return "\n".join(["[superlink]", f'default = "{NAME}"', "", *lines]) + "\n"
+        return "\n".join(["[superlink]", f'default = "{FEDERATION_NAME}"', "", *lines]) + "\n"
 
     def _link_command(self, port: int, secure: bool) -> list[str]:
         words = [*launch("superlink"), "--operator-token", str(self.keys / TOKEN)]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fadamgc.escape import markdown as markdown_text
+from fadamgc.experiments.folder import SPEC
 from fadamgc.experiments.report.numbers import (
     DASH,
     DIVERGED,
@@ -28,7 +29,6 @@ from fadamgc.experiments.report.summary import Entry
 from fadamgc.experiments.report.summary import markdown as tables_of
 from fadamgc.experiments.report.write import markdown as table_of
 from fadamgc.experiments.report.write import read_entries
-from fadamgc.experiments.run.runner import SPEC
 from fadamgc.files import write_atomic
 from fadamgc.paper import theory
 from fadamgc.paper.published import BETA2, MAIN, PaperRow

@@ -10,9 +10,9 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, NamedTuple
 
-from fadamgc.errors import CheckpointError, InputError
+from fadamgc.errors import InputError
 from fadamgc.escape import printable
-from fadamgc.experiments.run.runner import plan, read_spec
+from fadamgc.experiments.folder import ExperimentFolder
 from fadamgc.experiments.spec.sections import MethodSpec, Spec
 from fadamgc.federation.cost import CostModel
 from fadamgc.federation.run import Run
@@ -65,29 +65,11 @@ class Results:
 
 def read_results(folder: str | Path, cost: CostModel | None = None) -> Results:
     """Read an experiment back, priced by the cost model of its spec or by another."""
-    folder = Path(folder)
-    spec = read_spec(folder)
-    if cost is not None:
-        spec = spec.replace("cost", **asdict(cost))
+    saved = ExperimentFolder(folder).load()
+    spec = saved.spec if cost is None else saved.spec.replace("cost", **asdict(cost))
     cost = cost or spec.cost.model()
-    runs: dict[str, list[Run]] = {method.label: [] for method in spec.methods}
-    stopped: dict[str, list[str]] = {method.label: [] for method in spec.methods}
-    damaged: dict[str, list[str]] = {method.label: [] for method in spec.methods}
-    for job in plan(spec, folder):
-        try:
-            run = job.load()
-        except CheckpointError as error:
-            damaged[job.method.label].append(f"{job.name}: {error}")
-            continue
-        if run is not None:
-            runs[job.method.label].append(run.reprice(cost))
-        elif (reason := job.diverged()) is not None:
-            stopped[job.method.label].append(f"{job.name}: {reason}")
-    if not any(runs.values()):
-        reasons = [reason for found in (*damaged.values(), *stopped.values()) for reason in found]
-        why = "".join(f"\n{reason}" for reason in reasons) if reasons else "; run it first"
-        raise InputError(f"folder={str(folder)!r} holds no finished run of its spec{why}")
-    return Results(spec, cost, runs, stopped, damaged)
+    runs = {label: [run.reprice(cost) for run in runs] for label, runs in saved.runs.items()}
+    return Results(spec, cost, runs, saved.diverged, saved.damaged)
 
 
 def mean_of(values: Sequence[float]) -> float:

@@ -12,6 +12,8 @@ from rich.text import Text
 
 from fadamgc import escape
 from fadamgc.errors import InputError
+from fadamgc.experiments.folder import PARTITION, RUNS, SPEC
+from fadamgc.experiments.planned_run import DIVERGED_RECORD, RECORDS
 from fadamgc.experiments.report.numbers import (
     Results,
     caption,
@@ -26,8 +28,6 @@ from fadamgc.experiments.report.numbers import (
 from fadamgc.experiments.report.page import Shown, page
 from fadamgc.experiments.report.plots import curves_figure, png, svg
 from fadamgc.experiments.report.summary import TO_TARGET, Entry, latex, write_summary
-from fadamgc.experiments.run.runner import PARTITION, RUNS, SPEC
-from fadamgc.experiments.run.workers import DIVERGED_RECORD, RECORDS
 from fadamgc.federation.cost import CostModel
 from fadamgc.files import write_atomic
 from fadamgc.paper.study import STUDY, SavedCell, SavedStudy, check_inside, read_study

@@ -7,7 +7,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -17,35 +17,26 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
-from fadamgc.errors import FadamgcError, InputError, UnwritableError
+from fadamgc.errors import FadamgcError, InputError
 from fadamgc.escape import printable
+from fadamgc.experiments.folder import PARTITION, ExperimentFolder
+from fadamgc.experiments.planned_run import PlannedRun
 from fadamgc.experiments.run.workers import (
     Finished,
-    Job,
     Outcome,
     Progress,
     Space,
     Warn,
+    build,
     check_workers,
+    dry_run,
     in_groups,
+    is_done,
     run_jobs,
 )
-from fadamgc.experiments.spec.sections import STEPS, Spec
-from fadamgc.experiments.spec.toml_io import load_spec
-from fadamgc.files import LOCK, hold, make_folder, write_atomic
+from fadamgc.experiments.spec.sections import Spec
 from fadamgc.task import Task
 from fadamgc.tasks.build import label_counts
-
-SPEC = "spec.toml"
-PARTITION = "partition.png"
-RUNS = "runs"
-TUNING = "tuning"
-# What an experiment leaves in its folder; --overwrite removes these and nothing else.
-FILES = (
-    *(SPEC, PARTITION, "tuning.csv", "tuned.toml", "results.csv", "results.md", "results.tex"),
-    *("curves.csv", "rounds.png", "minutes.png", "curves.png", "rounds.svg", "minutes.svg", "curves.svg"),
-    "report.html",
-)
 
 
 class Interrupted(FadamgcError):  # noqa: N818
@@ -57,15 +48,6 @@ class Failure(NamedTuple):
 
     job: str
     error: str
-
-
-def plan(spec: Spec, out: Path) -> list[Job]:
-    """The jobs of a spec, method by method."""
-    return [
-        Job.of(spec, method, seed, out / RUNS / f"{method.slug}-seed{seed}")
-        for method in spec.methods
-        for seed in spec.run.seeds
-    ]
 
 
 def run_spec(
@@ -95,20 +77,20 @@ def run_spec(
     Returns:
         The runs that did not finish because a client's update was not finite.
     """
-    out = Path(out)
-    jobs = plan(spec, out)
+    folder = ExperimentFolder(out)
+    jobs = folder.plan(spec)
     check_workers(workers)
     if not checked:
         check(jobs, workers, quiet)
     if resume:
-        check_same(spec, out, tuned)
-    prepare(out, resume, overwrite)
-    write_spec(spec, out)
-    todo = [job for job in jobs if not (resume and job.is_done(warn))]
+        folder.check_resumable(spec, tuned)
+    folder.make_ready(resume, overwrite)
+    write_spec(spec, folder)
+    todo = [job for job in jobs if not (resume and is_done(job, warn))]
     return carry_out(todo, workers, quiet, done=len(jobs) - len(todo))
 
 
-def check(jobs: Sequence[Job], workers: int | None = None, quiet: bool = True) -> None:
+def check(jobs: Sequence[PlannedRun], workers: int | None = None, quiet: bool = True) -> None:
     """Refuse what cannot run before any work is done; one seed of a method speaks for all.
 
     Args:
@@ -124,10 +106,10 @@ def check(jobs: Sequence[Job], workers: int | None = None, quiet: bool = True) -
         which = (job.seed, job.validation)
         if which not in tasks:
             console.print(f"preparing {job.task.data} ...", markup=False, highlight=False, soft_wrap=True)
-            tasks[which] = job.build()
+            tasks[which] = build(job)
             many = f"{len(first)} methods" if len(first) > 1 else job.method.label
             console.print(f"checking {many} ...", markup=False, highlight=False, soft_wrap=True)
-        space[slug] = job.check(tasks[which])
+        space[slug] = dry_run(job, tasks[which])
     records = sum(space[job.method.slug].record for job in jobs if not job.folder.exists())
     at_once = workers or os.cpu_count() or 1
     checkpoints = max(
@@ -153,115 +135,20 @@ def _size(count: float) -> str:
     return f"{count:.3g} TB"
 
 
-def check_same(spec: Spec, out: Path, tuned: bool = False) -> None:
-    """Refuse to go on with an experiment of other settings: its finished runs would be lost.
-
-    Seeds and methods may be added; cost, target and title may change, since they change no run.
-    """
-    if not (out / SPEC).is_file():
-        return
-    old = load_spec(out / SPEC)
-    ends_there = spec.run.stop_at_target or old.run.stop_at_target
-    free = {"seeds"} if ends_there else {"seeds", "target"}
-    sections = (
-        ("[task]", old.task.model_dump(), spec.task.model_dump()),
-        ("[run]", old.run.model_dump(exclude=free), spec.run.model_dump(exclude=free)),
-    )
-    for place, there, here in sections:
-        for key in {**there, **here}:
-            _differs(out, f"{place} {key}", there.get(key), here.get(key))
-    missing = [seed for seed in old.run.seeds if seed not in spec.run.seeds]
-    if missing:
-        _differs(out, "[run] seeds", list(old.run.seeds), list(spec.run.seeds))
-    new = {method.label: method for method in spec.methods}
-    for method in old.methods:
-        if method.label not in new:
-            _differs(out, "[[method]]", method.label, None)
-            continue
-        other = new[method.label]
-        _differs(out, f"{method.label}: tracked", old.tracked(method), spec.tracked(other))
-        there, here = method.hyperparameters, other.hyperparameters
-        for key in {**there, **here}:
-            if not (tuned and key in STEPS):
-                _differs(out, f"{method.label}: {key}", there.get(key), here.get(key))
-
-
-def _differs(out: Path, what: str, there: object, here: object) -> None:
-    if there != here:
-        raise InputError(
-            f"out={str(out)!r} holds an experiment with other settings: {what}={there!r} there, "
-            f"{here!r} here; --overwrite replaces it, --out names another folder"
-        )
-
-
-@contextmanager
-def only_one(out: Path) -> Iterator[None]:
-    """Lock a folder, so that no other process writes an experiment into it at the same time."""
-    with ExitStack() as stack:
-        with suppress(UnwritableError):  # prepare() says what is wrong with the folder
-            if not stack.enter_context(hold(out)):
-                raise InputError(
-                    f"out={str(out)!r} is being written by another fadamgc; wait for it, or give another "
-                    "folder"
-                )
-        yield
-
-
-def prepare(out: Path, resume: bool, overwrite: bool) -> None:
-    """Make the folder ready for an experiment, or say why it cannot be used."""
-    if resume and overwrite:
-        raise InputError("resume and overwrite are both given; choose one")
-    if out.exists() and not out.is_dir():
-        raise InputError(f"out={str(out)!r} is a file; give a folder")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        held = any(not _is_left(path.name) for path in out.iterdir())
-        if held and not (out / SPEC).exists():
-            raise InputError(
-                f"out={str(out)!r} holds other files and no experiment; give a new or empty folder"
-            )
-        if held and overwrite:
-            for name in FILES:
-                (out / name).unlink(missing_ok=True)
-            for name in (RUNS, TUNING):
-                shutil.rmtree(out / name, ignore_errors=True)
-        elif held and not resume:
-            raise InputError(
-                f"out={str(out)!r} already holds an experiment; --resume goes on with it, "
-                "--overwrite replaces it, --out names another folder"
-            )
-        make_folder(out)
-    except (OSError, UnwritableError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise InputError(f"out={str(out)!r} cannot be written: {reason}") from None
-
-
-def _is_left(name: str) -> bool:
-    """Whether a file is a lock, or what a process left that was killed before it wrote an experiment."""
-    return name in (LOCK, ".writable") or (name.startswith(".") and name.endswith(".tmp"))
-
-
-def write_spec(spec: Spec, out: Path) -> None:
-    """Write the spec and, where the data have labels, the picture of the first seed's partition."""
-    write_atomic(out / SPEC, spec.to_toml().encode())
+def write_spec(spec: Spec, folder: ExperimentFolder) -> None:
+    """Write the spec and, where the data have labels, the plot of the first seed's partition."""
+    folder.write_spec(spec)
     labels = label_counts(spec.task, spec.run.seeds[0])
     if labels is not None:
         from fadamgc.experiments.report.label_plot import save_label_picture
 
         title = f"{labels.note} (seed {spec.run.seeds[0]})"
-        save_label_picture(labels.counts, out / PARTITION, title=title)
+        save_label_picture(labels.counts, folder.path / PARTITION, title=title)
 
 
-def read_spec(out: Path) -> Spec:
-    """The spec of the experiment in a folder."""
-    if not (out / SPEC).is_file():
-        raise InputError(
-            f"folder={str(out)!r} holds no {SPEC}; give a folder that `fadamgc compare` or `run` has written"
-        )
-    return load_spec(out / SPEC)
-
-
-def carry_out(jobs: Sequence[Job], workers: int | None, quiet: bool, done: int = 0) -> tuple[Failure, ...]:
+def carry_out(
+    jobs: Sequence[PlannedRun], workers: int | None, quiet: bool, done: int = 0
+) -> tuple[Failure, ...]:
     """Run jobs with progress on stderr; an interrupt says what is saved."""
     failures: list[Failure] = []
     with _display(jobs, quiet, done) as (progress, show, warn):
@@ -292,7 +179,7 @@ def warn(message: str, console: Console | None = None) -> None:
 
 
 @contextmanager
-def _display(jobs: Sequence[Job], quiet: bool, done: int) -> Iterator[tuple[Progress, Finished, Warn]]:
+def _display(jobs: Sequence[PlannedRun], quiet: bool, done: int) -> Iterator[tuple[Progress, Finished, Warn]]:
     console = Console(stderr=True)
     above_bars = partial(warn, console=console)
     if quiet or not jobs:
@@ -304,7 +191,7 @@ def _display(jobs: Sequence[Job], quiet: bool, done: int) -> Iterator[tuple[Prog
         yield (lambda _: None), _lines(console, jobs, done), above_bars
 
 
-def _lines(console: Console, jobs: Sequence[Job], done: int) -> Finished:
+def _lines(console: Console, jobs: Sequence[PlannedRun], done: int) -> Finished:
     total = done + len(jobs)
     number, rounds, all_rounds = done, 0, sum(job.run.rounds for job in jobs)
     began = time.monotonic()
@@ -337,7 +224,7 @@ def duration(seconds: float) -> str:
 
 
 @contextmanager
-def _bars(console: Console, jobs: Sequence[Job]) -> Iterator[tuple[Progress, Finished]]:
+def _bars(console: Console, jobs: Sequence[PlannedRun]) -> Iterator[tuple[Progress, Finished]]:
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

@@ -8,7 +8,6 @@ not depend on how many there are.
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import os
 import shutil
@@ -18,7 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count as numbers_from
 from itertools import groupby, pairwise
@@ -29,7 +27,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fadamgc.algorithm import AnyAlgorithm
 from fadamgc.cache import code_folder
 from fadamgc.errors import (
     CheckpointError,
@@ -40,32 +37,22 @@ from fadamgc.errors import (
     UnwritableError,
     whole,
 )
-from fadamgc.experiments.spec.sections import (
-    CostSpec,
-    CustomTask,
-    MethodSpec,
-    PicturesTask,
-    RunSpec,
-    Spec,
-    TaskSpec,
-    TextTask,
-)
-from fadamgc.federation.run import Run, read_run
-from fadamgc.files import as_json, has_bundle, remove_leftovers, write_atomic
+from fadamgc.experiments.planned_run import ADAPTER, CHECKPOINT, DIVERGED_RECORD, RECORDS, PlannedRun
+from fadamgc.experiments.spec.sections import PicturesTask, TextTask
+from fadamgc.federation.run import Run
+from fadamgc.files import remove_leftovers
 from fadamgc.runtime import one_thread
-from fadamgc.sim.engine import Engine, Hooks, Makers, RoundEnd, prepare, simulate
+from fadamgc.sim.engine import RoundEnd
 from fadamgc.sim.executors.machine_code import compiler
-from fadamgc.sim.many import Share, advance
+from fadamgc.sim.many import run_together
+from fadamgc.sim.resources import Resources
+from fadamgc.sim.simulate import StartedRun, simulate, start_from
 from fadamgc.task import Task
 from fadamgc.tasks.build import build_task
 from fadamgc.trackers import chosen
 
 log = logging.getLogger("fadamgc")
 
-ADAPTER = "adapter"  # of a run on texts, in peft's format
-CHECKPOINT = "checkpoint"
-RECORDS = ("run.json", "run.json.gz")  # the record of a finished run, plain or packed
-DIVERGED_RECORD = "diverged.json"  # why a run stopped whose update was not finite
 CHECKPOINT_EVERY = 25  # rounds that an interrupted run loses at the most
 TOGETHER = 16  # runs that advance together at the most
 
@@ -73,181 +60,103 @@ TOGETHER = 16  # runs that advance together at the most
 Warn = Callable[[str], object]  # tells the user
 
 
-@dataclass(frozen=True)
-class Job:
-    """One run of one method with one seed, and where it is saved."""
-
-    task: TaskSpec
-    run: RunSpec
-    cost: CostSpec
-    method: MethodSpec
-    algorithm: AnyAlgorithm | None  # the method's, so that a worker needs no registry; None: cannot be run
-    seed: int
-    folder: Path
-    validation: float = 0.0  # above 0: evaluated on held-out train data
-    detail: str = ""  # what tells it from other jobs of the same method and seed
-
-    @classmethod
-    def of(
-        cls,
-        spec: Spec,
-        method: MethodSpec,
-        seed: int,
-        folder: Path,
-        validation: float = 0.0,
-        detail: str = "",
-    ) -> Job:
-        """The job of a spec's method and seed."""
-        run = spec.run.model_copy(update={"tracked": spec.tracked(method)})
-        algorithm = None if isinstance(spec.task, CustomTask) else method.make()
-        return cls(spec.task, run, spec.cost, method, algorithm, seed, folder, validation, detail)
-
-    @property
-    def name(self) -> str:
-        """What messages call it."""
-        return ", ".join(filter(None, (self.method.label, self.detail, f"seed {self.seed}")))
-
-    def identity(self) -> dict[str, Any]:
-        """Everything that determines the run, as plain data; the cost only prices it."""
-        return {
-            "task": as_json(self.task.model_dump()),
-            "run": as_json(self.run.model_dump(exclude={"seeds", "target"}))
-            | ({"target": self.run.target} if self.run.stop_at_target else {}),
-            "method": as_json(self.method.model_dump(include={"algorithm", "hyperparameters"})),
-            "seed": self.seed,
-            "validation": self.validation,
-        }
-
-    def build(self) -> Task:
-        """Build the task of the run."""
-        return build_task(self.task, self.seed, self.validation)
-
-    def check(self, task: Task) -> Space:
-        """Refuse what cannot run, without running it; how much room it needs on disk."""
-        run = self.run
-        executor = "loop" if run.executor == "auto" else run.executor  # made in no time
-        dry = simulate(**self.arguments(task) | {"rounds": 0, "executor": executor}, progress=False)
-        sampled = run.sampled or dry.clients.n
-        taking_part = min(dry.clients.n, run.rounds * sampled)
-        states = _bytes(dry.server) + taking_part * _bytes(dry.clients.initial)
-        # A checkpoint that is replaced is there until the new one is.
-        return Space(record=run.rounds * (300 + 60 * sampled), checkpoint=2 * states)
-
-    def simulate(self) -> Run:
-        """Run it on its own, and keep nothing."""
-        return self.labelled(simulate(**self.arguments(), progress=False))
-
-    def arguments(self, task: Task | None = None) -> dict[str, Any]:
-        """What ``simulate`` is called with, on a task that was built before, or a new one."""
-        run = self.run
-        return {
-            "algorithm": self.algorithm,
-            "task": task or self.build(),
-            "rounds": run.rounds,
-            "sampled": run.sampled,
-            "tracked": run.tracked,
-            "local_steps": run.local_steps,
-            "batch_size": run.batch_size,
-            "seed": self.seed,
-            "local_epochs": run.local_epochs,
-            "weights": run.weights,
-            "eval_every": run.eval_every,
-            "target": run.target if run.stop_at_target else None,
-            "on_nonfinite": run.on_nonfinite,
-            "cost": self.cost.model(),
-            "dtype": {"float32": torch.float32, "float64": torch.float64}[run.dtype],
-            "executor": run.executor,
-        }
-
-    def start(self, callback: Callable[[RoundEnd], object], make: Makers, warn: Warn) -> tuple[Engine, Hooks]:
-        """The run before its first round, or where its checkpoint is.
-
-        A checkpoint of other settings is removed; one that cannot be read is moved aside, with a warning.
-        """
-        checkpoint = self.folder / CHECKPOINT
-        name = self.folder.name
-        parameters = {"algorithm": self.method.algorithm, **self.method.hyperparameters, "seed": self.seed}
-        trackers = [] if self.validation else chosen(self.folder.parent.parent, name, parameters)
-        arguments = self.arguments() | {
-            "callbacks": (*trackers, callback),
-            "checkpoint": checkpoint,
-            "checkpoint_every": CHECKPOINT_EVERY,
-            "resume": True,
-            "make": make,
-        }
-        try:
-            return prepare(**arguments)
-        except OtherRunError:
-            shutil.rmtree(checkpoint, ignore_errors=True)
-        except CheckpointInUseError:
-            raise
-        except CheckpointError as error:
-            if is_system_error(error):
-                raise
-            warn(f"{error}; moved to {move_aside(checkpoint)}, and {self.name} starts from round 1")
-        return prepare(**arguments)
-
-    def labelled(self, run: Run) -> Run:
-        """The run with what it is a run of."""
-        return replace(run, settings=run.settings | {"job": self.identity()})
-
-    def load(self) -> Run | None:
-        """The run if it was saved by a job equal to this one, else None.
-
-        Raises:
-            CheckpointError: the record is damaged, or cannot be read.
-        """
-        if not has_bundle(self.folder, "run"):
-            return None
-        run = read_run(self.folder)
-        return run if self._is_identity(run.settings.get("job")) else None
-
-    def saved(self) -> Run | None:
-        """The run if it was saved by a job equal to this one and can be read, else None."""
-        try:
-            return self.load()
-        except CheckpointError:
-            return None
-
-    def is_done(self, warn: Warn) -> bool:
-        """Whether the run need not be made again; a damaged record is moved aside, with a warning.
-
-        A process that was killed just after it saved the run has left the checkpoint, which is removed.
-        """
-        try:
-            if self.load() is None:
-                return False
-            shutil.rmtree(self.folder / CHECKPOINT, ignore_errors=True)
-            remove_leftovers(self.folder, "run")
-            return True
-        except CheckpointError as error:
-            if is_system_error(error):
-                raise
-            aside = [str(move_aside(path)) for name in RECORDS if (path := self.folder / name).exists()]
-            warn(f"{error}; moved to {', '.join(aside)}, and {self.name} is run again")
-            return False
-
-    def diverged(self) -> str | None:
-        """Why the run of a job equal to this one stopped, if an update of it was not finite."""
-        try:
-            record = json.loads((self.folder / DIVERGED_RECORD).read_bytes())
-        except (OSError, ValueError, RecursionError):
-            return None
-        known = isinstance(record, dict) and self._is_identity(record.get("job"))
-        return str(record.get("error")) if known else None
-
-    def _is_identity(self, saved: object) -> bool:
-        """Whether a saved identity is this job's; a spec has no key for a hyperparameter that is None."""
-        return bool(_without_none(saved) == _without_none(self.identity()))
+def build(planned: PlannedRun) -> Task:
+    """Build the task of a run."""
+    return build_task(planned.task, planned.seed, planned.validation)
 
 
-def _without_none(identity: Any) -> Any:
+def dry_run(planned: PlannedRun, task: Task) -> Space:
+    """Refuse a run that cannot be executed, without executing it; return the disk space that it needs."""
+    run = planned.run
+    executor = "loop" if run.executor == "auto" else run.executor  # made in no time
+    dry = simulate(**arguments(planned, task) | {"rounds": 0, "executor": executor}, progress=False)
+    sampled = run.sampled or dry.clients.n
+    taking_part = min(dry.clients.n, run.rounds * sampled)
+    states = _bytes(dry.server) + taking_part * _bytes(dry.clients.initial)
+    # A checkpoint that is replaced is there until the new one is.
+    return Space(record=run.rounds * (300 + 60 * sampled), checkpoint=2 * states)
+
+
+def simulate_alone(planned: PlannedRun) -> Run:
+    """Run it on its own, and keep nothing."""
+    return planned.labelled(simulate(**arguments(planned), progress=False))
+
+
+def arguments(planned: PlannedRun, task: Task | None = None) -> dict[str, Any]:
+    """What ``simulate`` is called with, on a task that was built before, or a new one."""
+    run = planned.run
+    return {
+        "algorithm": planned.algorithm,
+        "task": task or build(planned),
+        "rounds": run.rounds,
+        "sampled": run.sampled,
+        "tracked": run.tracked,
+        "local_steps": run.local_steps,
+        "batch_size": run.batch_size,
+        "seed": planned.seed,
+        "local_epochs": run.local_epochs,
+        "weights": run.weights,
+        "eval_every": run.eval_every,
+        "target": run.target if run.stop_at_target else None,
+        "on_nonfinite": run.on_nonfinite,
+        "cost": planned.cost.model(),
+        "dtype": {"float32": torch.float32, "float64": torch.float64}[run.dtype],
+        "executor": run.executor,
+    }
+
+
+def start(
+    planned: PlannedRun, callback: Callable[[RoundEnd], object], resources: Resources, warn: Warn
+) -> StartedRun:
+    """Start a run before its first round, or where its checkpoint is.
+
+    A checkpoint of other settings is removed; one that cannot be read is moved aside, with a warning.
+    """
+    checkpoint = planned.folder / CHECKPOINT
+    parameters = {
+        "algorithm": planned.method.algorithm,
+        **planned.method.hyperparameters,
+        "seed": planned.seed,
+    }
+    trackers = (
+        [] if planned.validation else chosen(planned.folder.parent.parent, planned.folder.name, parameters)
+    )
+    given = arguments(planned) | {
+        "callbacks": (*trackers, callback),
+        "checkpoint": checkpoint,
+        "checkpoint_every": CHECKPOINT_EVERY,
+        "resume": True,
+    }
     try:
-        method = identity["method"]
-        given = {key: value for key, value in method["hyperparameters"].items() if value is not None}
-        return identity | {"method": method | {"hyperparameters": given}}
-    except (KeyError, TypeError, AttributeError):
-        return identity  # of no job
+        return start_from(given, resources)
+    except OtherRunError:
+        shutil.rmtree(checkpoint, ignore_errors=True)
+    except CheckpointInUseError:
+        raise
+    except CheckpointError as error:
+        if is_system_error(error):
+            raise
+        warn(f"{error}; moved to {move_aside(checkpoint)}, and {planned.name} starts from round 1")
+    return start_from(given, resources)
+
+
+def is_done(planned: PlannedRun, warn: Warn) -> bool:
+    """Whether the run need not be made again; a damaged record is moved aside, with a warning.
+
+    A process that was killed just after it saved the run has left the checkpoint, which is removed.
+    """
+    try:
+        if planned.load() is None:
+            return False
+        shutil.rmtree(planned.folder / CHECKPOINT, ignore_errors=True)
+        remove_leftovers(planned.folder, "run")
+        return True
+    except CheckpointError as error:
+        if is_system_error(error):
+            raise
+        aside = [str(move_aside(path)) for name in RECORDS if (path := planned.folder / name).exists()]
+        warn(f"{error}; moved to {', '.join(aside)}, and {planned.name} is run again")
+        return False
 
 
 def is_system_error(error: CheckpointError) -> bool:
@@ -293,7 +202,9 @@ class Stopped(Exception):  # noqa: N818
     """The user wants no more; what was not finished is not kept."""
 
 
-def execute(jobs: Sequence[Job], on_round: Callable[[int], bool], warn: Warn = log.warning) -> list[Outcome]:
+def execute(
+    jobs: Sequence[PlannedRun], on_round: Callable[[int], bool], warn: Warn = log.warning
+) -> list[Outcome]:
     """Run jobs of one method together, and save each as soon as it has ended.
 
     ``on_round`` is told after each round which job had it, and says whether to stop. ``warn`` is told what
@@ -309,9 +220,7 @@ def execute(jobs: Sequence[Job], on_round: Callable[[int], bool], warn: Warn = l
         job = jobs[i]
         if isinstance(run, NonFiniteError):
             outcomes[i] = Outcome(run.round, None, str(run))
-            reason = {"job": job.identity(), "error": str(run)}
-            job.folder.mkdir(parents=True, exist_ok=True)
-            write_atomic(job.folder / DIVERGED_RECORD, json.dumps(reason).encode())
+            job.save_diverged(str(run))
             return
         if isinstance(job.task, TextTask) and not job.validation:
             from fadamgc.models.text import TextClassifier
@@ -325,14 +234,14 @@ def execute(jobs: Sequence[Job], on_round: Callable[[int], bool], warn: Warn = l
         shutil.rmtree(job.folder / CHECKPOINT, ignore_errors=True)
         outcomes[i] = Outcome(len(run.history), run.history[-1].test_metric)
 
-    share = Share()
+    resources = Resources()
     try:
         with torch.inference_mode(False), ExitStack() as stack:
             started = []
             for i, job in enumerate(jobs):
-                started.append(job.start(partial(callback, i), share.makers, warn))
-                stack.callback(started[-1][0].close)
-            advance(started, finished=finished)
+                started.append(start(job, partial(callback, i), resources, warn))
+                stack.callback(started[-1].engine.close)
+            run_together(started, finished=finished)
     except (OSError, UnwritableError) as error:  # a full disk, most likely; the last checkpoints are there
         folder = jobs[0].folder.parent
         message = (
@@ -344,7 +253,7 @@ def execute(jobs: Sequence[Job], on_round: Callable[[int], bool], warn: Warn = l
     return [outcomes[i] for i in range(len(jobs))]
 
 
-def in_groups(jobs: Sequence[Job], workers: int) -> list[list[int]]:
+def in_groups(jobs: Sequence[PlannedRun], workers: int) -> list[list[int]]:
     """Numbers of jobs that go to a process together: of one method, and enough groups for all processes."""
     most = max(1, min(TOGETHER, -(-len(jobs) // (3 * workers))))
     if any(isinstance(job.task, PicturesTask | TextTask) for job in jobs):
@@ -359,7 +268,7 @@ def in_groups(jobs: Sequence[Job], workers: int) -> list[list[int]]:
 
 
 def run_jobs(
-    jobs: Sequence[Job],
+    jobs: Sequence[PlannedRun],
     workers: int | None,
     progress: Progress,
     finished: Finished,
@@ -460,7 +369,7 @@ def _die_with_parent() -> None:
     os._exit(1)
 
 
-def _work(group: list[int], jobs: list[Job]) -> list[Outcome]:
+def _work(group: list[int], jobs: list[PlannedRun]) -> list[Outcome]:
     def on_round(i: int) -> bool:
         _sender.send_bytes(ROUND + str(group[i]).encode())
         return bool(_stop.poll())

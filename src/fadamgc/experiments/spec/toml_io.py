@@ -62,12 +62,12 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 def spec_of(tables: dict[str, Any]) -> Spec:
     """A spec from the tables of a TOML file."""
-    return _spec(_frozen(tables))
+    return _spec(frozen(tables))
 
 
 def task_spec(**table: Any) -> TaskSpec:
     """A [task] section on its own; None stands for a key that is not given."""
-    return _task({key: _frozen(value) for key, value in table.items() if value is not None})
+    return _task({key: frozen(value) for key, value in table.items() if value is not None})
 
 
 def presets() -> tuple[str, ...]:
@@ -178,16 +178,16 @@ DEEPEST = 20  # tables and lists within each other; a spec has three
 INTEGERS = range(-(2**63), 2**63)  # that TOML has
 
 
-def _frozen(value: Any, place: str = "", depth: int = 0) -> Any:
+def frozen(value: Any, place: str = "", depth: int = 0) -> Any:
     """Lists as tuples, all the way down; what TOML does not have, or no spec has, is refused."""
     if depth > DEEPEST:
         raise InputError(f"{cut(place, 100)}: lists or tables are nested too deeply")
     if isinstance(value, dict):
         return {
-            key: _frozen(item, f"{place}.{key}" if place else key, depth + 1) for key, item in value.items()
+            key: frozen(item, f"{place}.{key}" if place else key, depth + 1) for key, item in value.items()
         }
     if isinstance(value, list):
-        return tuple(_frozen(item, place, depth + 1) for item in value)
+        return tuple(frozen(item, place, depth + 1) for item in value)
     if isinstance(value, int) and value not in INTEGERS:
         raise InputError(
             f"{cut(place, 100)}={shown(value)} is not accepted; integers go from -2^63 to 2^63 - 1"

@@ -1,0 +1,277 @@
+"""The folder of an experiment: its layout, its lock, its spec and its runs.
+
+    spec.toml                   the experiment as it was run
+    runs/NAME/run.json          the record of a finished run, written at once
+    tuning/                     runs of the search for step sizes
+    tuning.csv, tuned.toml      the result of the search
+    partition.png               which client has which labels
+    report.html, results.*, ... made from the above by `fadamgc report`
+
+A folder that another program wrote may have no spec.toml: the spec is then derived from the runs.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fadamgc.bundle import has_bundle
+from fadamgc.errors import CheckpointError, CheckpointInUseError, InputError, UnwritableError
+from fadamgc.escape import printable
+from fadamgc.experiments.planned_run import REPORT, PlannedRun
+from fadamgc.experiments.spec.sections import STEPS, MethodSpec, Spec, validated
+from fadamgc.experiments.spec.toml_io import load_spec
+from fadamgc.federation.run import Run, read_run
+from fadamgc.files import LOCK, lock, make_folder, write_atomic
+
+SPEC = "spec.toml"
+PARTITION = "partition.png"
+RUNS = "runs"
+TUNING = "tuning"
+TUNING_TABLE = "tuning.csv"
+TUNED_SPEC = "tuned.toml"
+# Everything that an experiment writes, except runs; --overwrite removes these and nothing else.
+FILES = (
+    *(SPEC, PARTITION, TUNING_TABLE, TUNED_SPEC, "results.csv", "results.md", "results.tex"),
+    *("curves.csv", "rounds.png", "minutes.png", "curves.png", "rounds.svg", "minutes.svg", "curves.svg"),
+    "report.html",
+)
+
+
+@dataclass(frozen=True)
+class SavedExperiment:
+    """The spec and the saved runs of an experiment, by the labels of the methods."""
+
+    spec: Spec
+    runs: dict[str, list[Run]]  # finished
+    diverged: dict[str, list[str]]  # why runs stopped whose updates were not finite
+    damaged: dict[str, list[str]]  # what is wrong with records
+
+
+class ExperimentFolder:
+    """A folder that has, or will have, one experiment."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    @property
+    def has_spec(self) -> bool:
+        """Whether a command of this package has written an experiment here."""
+        return (self.path / SPEC).is_file()
+
+    @property
+    def has_experiment(self) -> bool:
+        """Whether there is a spec, or at least a saved run."""
+        return self.has_spec or bool(self._saved_folders())
+
+    # Reading.
+
+    def read_spec(self) -> Spec:
+        """Read the spec, or derive it from the saved runs."""
+        return self.read_plan()[0]
+
+    def read_plan(self) -> tuple[Spec, list[PlannedRun]]:
+        """Read the spec and list its runs, saved or not."""
+        if self.has_spec:
+            spec = load_spec(self.path / SPEC)
+            return spec, self.plan(spec)
+        return self._derived()
+
+    def plan(self, spec: Spec) -> list[PlannedRun]:
+        """List the runs of a spec, method by method."""
+        return [
+            PlannedRun.of(spec, method, seed, self.path / RUNS / f"{method.slug}-seed{seed}")
+            for method in spec.methods
+            for seed in spec.run.seeds
+        ]
+
+    def load(self) -> SavedExperiment:
+        """Read the spec and all saved runs; at least one must be finished."""
+        spec, planned = self.read_plan()
+        runs: dict[str, list[Run]] = {method.label: [] for method in spec.methods}
+        diverged: dict[str, list[str]] = {method.label: [] for method in spec.methods}
+        damaged: dict[str, list[str]] = {method.label: [] for method in spec.methods}
+        for one in planned:
+            label = one.method.label
+            try:
+                run = one.load()
+            except CheckpointError as error:
+                damaged[label].append(f"{one.name}: {error}")
+                continue
+            if run is not None:
+                runs[label].append(run)
+            elif (reason := one.diverged()) is not None:
+                diverged[label].append(f"{one.name}: {reason}")
+        if not any(runs.values()):
+            reasons = [reason for all_of in (*damaged.values(), *diverged.values()) for reason in all_of]
+            why = "".join(f"\n{reason}" for reason in reasons) if reasons else "; run it first"
+            raise InputError(f"folder={str(self.path)!r} holds no finished run of its spec{why}")
+        return SavedExperiment(spec, runs, diverged, damaged)
+
+    def _saved_folders(self) -> list[Path]:
+        return [path for path in sorted(self.path.glob(f"{RUNS}/*")) if has_bundle(path, "run")]
+
+    def _derived(self) -> tuple[Spec, list[PlannedRun]]:
+        """Derive a spec from the settings of saved runs that agree in everything but method and seed."""
+        folders = self._saved_folders()
+        if not folders:
+            raise InputError(
+                f"folder={str(self.path)!r} holds no {SPEC}; give a folder that `fadamgc compare` or `run` "
+                "has written"
+            )
+        saved = [read_run(path) for path in folders]
+        planned = [PlannedRun.of_saved(run, path) for run, path in zip(saved, folders, strict=True)]
+        first = planned[0]
+        for other in planned[1:]:
+            for key, value, expected in _settings_of(other, first):
+                if value != expected:
+                    raise InputError(
+                        f"folder={str(self.path)!r} holds no {SPEC}, and its runs have different settings: "
+                        f"{key}={expected!r} in {first.folder.name}, {value!r} in {other.folder.name}; "
+                        "give a folder for each"
+                    )
+        per_method = any(one.run.tracked != first.run.tracked for one in planned)
+        methods = _distinct(
+            [
+                one.method.model_copy(update={"tracked": one.run.tracked if per_method else None})
+                for one in planned
+            ]
+        )
+        report = saved[0].settings.get(REPORT, {})
+        name = re.sub(r"[^\w .-]", "-", str(report.get("experiment", self.path.resolve().name)))
+        title = report.get("title", f"{saved[0].settings['task']}, {first.task.clients} clients")
+        run = {
+            "seeds": tuple(dict.fromkeys(one.seed for one in planned)),
+            "tracked": None if per_method else first.run.tracked,
+        }
+        tables = {
+            "name": name.lstrip(" .-") or "experiment",
+            "title": printable(str(title)),
+            "task": first.task,
+            "run": first.run.model_copy(update=run),
+            "cost": first.cost,
+            "methods": tuple(method for i, method in enumerate(methods) if method not in methods[:i]),
+        }
+        spec = validated(Spec, tables, f"the runs of {self.path}:")
+        pairs = zip(planned, methods, strict=True)
+        return spec, [PlannedRun.of(spec, method, one.seed, one.folder) for one, method in pairs]
+
+    # Writing.
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Lock the folder, so that no other process writes an experiment into it at the same time."""
+        with ExitStack() as stack:
+            with suppress(UnwritableError):  # make_ready() says what is wrong with the folder
+                make_folder(self.path)
+                try:
+                    stack.enter_context(lock(self.path))
+                except CheckpointInUseError:
+                    raise InputError(
+                        f"out={str(self.path)!r} is being written by another fadamgc; wait for it, or give "
+                        "another folder"
+                    ) from None
+            yield
+
+    def make_ready(self, resume: bool, overwrite: bool) -> None:
+        """Make the folder and see that an experiment may be written into it."""
+        out = self.path
+        if resume and overwrite:
+            raise InputError("resume and overwrite are both given; choose one")
+        if out.exists() and not out.is_dir():
+            raise InputError(f"out={str(out)!r} is a file; give a folder")
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            occupied = any(not _is_leftover(path.name) for path in out.iterdir())
+            if occupied and not (out / SPEC).exists():
+                raise InputError(
+                    f"out={str(out)!r} holds other files and no experiment; give a new or empty folder"
+                )
+            if occupied and overwrite:
+                for name in FILES:
+                    (out / name).unlink(missing_ok=True)
+                for name in (RUNS, TUNING):
+                    shutil.rmtree(out / name, ignore_errors=True)
+            elif occupied and not resume:
+                raise InputError(
+                    f"out={str(out)!r} already holds an experiment; --resume goes on with it, "
+                    "--overwrite replaces it, --out names another folder"
+                )
+            make_folder(out)
+        except (OSError, UnwritableError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise InputError(f"out={str(out)!r} cannot be written: {reason}") from None
+
+    def write_spec(self, spec: Spec) -> None:
+        """Write the spec."""
+        write_atomic(self.path / SPEC, spec.to_toml().encode())
+
+    def check_resumable(self, spec: Spec, tuned: bool = False) -> None:
+        """Refuse to resume an experiment of other settings: its finished runs would be lost.
+
+        Seeds and methods may be added; cost, target and title may change, since they change no run. With
+        ``tuned``, step sizes may differ.
+        """
+        if not self.has_spec:
+            return
+        old = load_spec(self.path / SPEC)
+        ends_at_target = spec.run.stop_at_target or old.run.stop_at_target
+        free = {"seeds"} if ends_at_target else {"seeds", "target"}
+        sections = (
+            ("[task]", old.task.model_dump(), spec.task.model_dump()),
+            ("[run]", old.run.model_dump(exclude=free), spec.run.model_dump(exclude=free)),
+        )
+        for place, before, now in sections:
+            for key in {**before, **now}:
+                self._check_equal(f"{place} {key}", before.get(key), now.get(key))
+        if not set(old.run.seeds) <= set(spec.run.seeds):
+            self._check_equal("[run] seeds", list(old.run.seeds), list(spec.run.seeds))
+        new = {method.label: method for method in spec.methods}
+        for method in old.methods:
+            if method.label not in new:
+                self._check_equal("[[method]]", method.label, None)
+                continue
+            other = new[method.label]
+            self._check_equal(f"{method.label}: tracked", old.tracked(method), spec.tracked(other))
+            before, now = method.hyperparameters, other.hyperparameters
+            for key in {**before, **now}:
+                if not (tuned and key in STEPS):
+                    self._check_equal(f"{method.label}: {key}", before.get(key), now.get(key))
+
+    def _check_equal(self, setting: str, before: object, now: object) -> None:
+        if before != now:
+            raise InputError(
+                f"out={str(self.path)!r} holds an experiment with other settings: {setting}={before!r} "
+                f"there, {now!r} here; --overwrite replaces it, --out names another folder"
+            )
+
+
+def _is_leftover(name: str) -> bool:
+    """Whether a file is a lock, or was left by a process that was killed before it wrote an experiment."""
+    return name in (LOCK, ".writable") or (name.startswith(".") and name.endswith(".tmp"))
+
+
+def _settings_of(one: PlannedRun, first: PlannedRun) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the settings that all runs of an experiment share: name, and the values of two runs."""
+    for section in ("task", "run", "cost"):
+        values, expected = (getattr(run, section).model_dump() for run in (one, first))
+        for key in values.keys() | expected.keys():
+            if not (section == "run" and key in ("seeds", "tracked")):
+                yield key, values.get(key), expected.get(key)
+
+
+def _distinct(methods: list[MethodSpec]) -> list[MethodSpec]:
+    """Name in the labels of different methods of the same label the settings in which they differ."""
+    settings = [{"algorithm": m.algorithm, "tracked": m.tracked} | m.hyperparameters for m in methods]
+    result = []
+    for method, own in zip(methods, settings, strict=True):
+        others = [s for m, s in zip(methods, settings, strict=True) if m.slug == method.slug]
+        differing = [f"{key}={own[key]!r}" for key in own if any(o.get(key) != own[key] for o in others)]
+        label = f"{method.label} ({', '.join(differing)})" if differing else method.label
+        result.append(method.model_copy(update={"label": label}))
+    return result

@@ -1,0 +1,165 @@
+"""One run of an experiment: what determines it, where it is saved, and how it is read back."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fadamgc.algorithm import AnyAlgorithm
+from fadamgc.bundle import has_bundle
+from fadamgc.errors import CheckpointError
+from fadamgc.escape import printable
+from fadamgc.experiments.spec.sections import (
+    CostSpec,
+    CustomTask,
+    MethodSpec,
+    RunSpec,
+    Spec,
+    TaskSpec,
+    make_section,
+)
+from fadamgc.experiments.spec.toml_io import frozen, task_spec
+from fadamgc.federation.run import Run, read_run, sound
+from fadamgc.files import as_json, write_atomic
+from fadamgc.methods import algorithm_class, algorithms
+
+# In the folder of a run.
+RECORDS = ("run.json", "run.json.gz")  # the record of a finished run, plain or packed
+DIVERGED_RECORD = "diverged.json"  # why a run stopped whose update was not finite
+ADAPTER = "adapter"  # of a run on texts, in peft's format
+CHECKPOINT = "checkpoint"  # while the run is not finished
+
+IDENTITY = "job"  # in the settings of a saved run: its identity; absent from runs of other programs
+REPORT = "report"  # in the settings of a saved run: how reports name it and what it measures
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One run of one method with one seed, and where it is saved."""
+
+    task: TaskSpec
+    run: RunSpec
+    cost: CostSpec
+    method: MethodSpec
+    algorithm: AnyAlgorithm | None  # so that a worker process needs no registry; None: cannot be run
+    seed: int
+    folder: Path
+    validation: float = 0.0  # above 0: evaluated on held-out train data
+    detail: str = ""  # distinguishes runs of the same method and seed in messages
+
+    @classmethod
+    def of(
+        cls,
+        spec: Spec,
+        method: MethodSpec,
+        seed: int,
+        folder: Path,
+        validation: float = 0.0,
+        detail: str = "",
+    ) -> PlannedRun:
+        """Plan the run of a spec's method with one seed."""
+        run = spec.run.model_copy(update={"tracked": spec.tracked(method)})
+        algorithm = None if isinstance(spec.task, CustomTask) else method.make()
+        return cls(spec.task, run, spec.cost, method, algorithm, seed, folder, validation, detail)
+
+    @classmethod
+    def of_saved(cls, run: Run, folder: Path) -> PlannedRun:
+        """Describe a saved run by its own settings, where no spec does.
+
+        Runs that another program saved (``Run.save``, a Flower server) have a custom task. Such a program may
+        tell in ``settings["report"]`` the ``label`` of the method and the ``measure``, the metric's name.
+        """
+        with sound(folder, "run"):
+            settings = run.settings
+            shown = {key: printable(value) for key, value in settings.get(REPORT, {}).items()}
+            identity = settings.get(IDENTITY)
+            if identity is None:
+                measure = "accuracy" if any(r.test_accuracy is not None for r in run.history) else "metric"
+                task: TaskSpec = CustomTask(
+                    data="custom", clients=run.clients.n, measure=shown.get("measure", measure)
+                )
+                shared = set(RunSpec.model_fields) - {"executor", "dtype"}
+                identity = {"run": {k: v for k, v in settings.items() if k in shared}, "method": settings}
+            else:
+                task = task_spec(**identity["task"])
+            seed, algorithm = settings["seed"], settings["algorithm"]
+            common = identity["run"] | {"seeds": [seed], "target": settings.get("target")}
+            title = algorithm_class(algorithm).title if algorithm in algorithms() else str(algorithm)
+            method = MethodSpec(
+                algorithm=algorithm,
+                label=shown.get("label", title),
+                hyperparameters=identity["method"]["hyperparameters"],
+            )
+            run_spec = make_section(RunSpec, frozen(common), "[run]")
+            return cls(task, run_spec, CostSpec(**asdict(run.cost)), method, run.algorithm, seed, folder)
+
+    @property
+    def name(self) -> str:
+        """The name in messages."""
+        return ", ".join(filter(None, (self.method.label, self.detail, f"seed {self.seed}")))
+
+    def identity(self) -> dict[str, Any]:
+        """Everything that determines the run, as plain data; the cost model only prices it."""
+        return {
+            "task": as_json(self.task.model_dump()),
+            "run": as_json(self.run.model_dump(exclude={"seeds", "target"}))
+            | ({"target": self.run.target} if self.run.stop_at_target else {}),
+            "method": as_json(self.method.model_dump(include={"algorithm", "hyperparameters"})),
+            "seed": self.seed,
+            "validation": self.validation,
+        }
+
+    def labelled(self, run: Run) -> Run:
+        """Return the run with the identity of this plan in its settings."""
+        return replace(run, settings=run.settings | {IDENTITY: self.identity()})
+
+    def load(self) -> Run | None:
+        """Read the saved run; None if there is none, or if the saved run has another identity.
+
+        Raises:
+            CheckpointError: the record is damaged, or cannot be read.
+        """
+        if not has_bundle(self.folder, "run"):
+            return None
+        run = read_run(self.folder)
+        identity = run.settings.get(IDENTITY)
+        if identity is None:  # of another program
+            identity = PlannedRun.of_saved(run, self.folder).identity()
+        return run if self._is_identity(identity) else None
+
+    def saved(self) -> Run | None:
+        """Read the saved run; None also if its record is damaged."""
+        try:
+            return self.load()
+        except CheckpointError:
+            return None
+
+    def diverged(self) -> str | None:
+        """Tell why the run stopped, if an update of it was not finite."""
+        try:
+            record = json.loads((self.folder / DIVERGED_RECORD).read_bytes())
+        except (OSError, ValueError, RecursionError):
+            return None
+        same = isinstance(record, dict) and self._is_identity(record.get(IDENTITY))
+        return str(record.get("error")) if same else None
+
+    def save_diverged(self, error: str) -> None:
+        """Write down why the run stopped."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        record = {IDENTITY: self.identity(), "error": error}
+        write_atomic(self.folder / DIVERGED_RECORD, json.dumps(record).encode())
+
+    def _is_identity(self, saved: object) -> bool:
+        """Compare a saved identity with this one; a spec has no key for a hyperparameter that is None."""
+        return bool(_without_none(saved) == _without_none(self.identity()))
+
+
+def _without_none(identity: Any) -> Any:
+    try:
+        method = identity["method"]
+        values = {key: value for key, value in method["hyperparameters"].items() if value is not None}
+        return identity | {"method": method | {"hyperparameters": values}}
+    except (KeyError, TypeError, AttributeError):
+        return identity  # not an identity
