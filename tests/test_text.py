@@ -534,7 +534,7 @@ def test_a_run_leaves_an_adapter_that_peft_alone_reads(bases, folders, tmp_path,
     for words, why in (
         ([str(folder), " "], "the text is empty"),
         ([str(folder), "one", "two"], "glue/sst2 has sentence; give 1 text"),
-        ([str(tmp_path / "out"), "one"], f"no run on texts: there is no adapter in it; it has {folder}"),
+        ([str(tmp_path / "out"), "one"], f"not a run on texts: there is no adapter in it; it has {folder}"),
         ([f"{folder}0", "one"], f"there is no such folder; did you mean '{folder}'?"),
     ):
         shown = CliRunner().invoke(app, ["predict", *words])
