@@ -1,4 +1,4 @@
-"""Partitions, their picture, and the data sources that need no download."""
+"""Partitions, their plot, and the data sources that need no download."""
 
 import os
 import subprocess
@@ -19,7 +19,7 @@ from matplotlib.patches import Rectangle
 
 from fadamgc.data import Partition, digits, dirichlet, iid, natural, partition, shards, synthetic
 from fadamgc.errors import InputError
-from fadamgc.experiments.report import label_plot as picture
+from fadamgc.experiments.report import label_plot
 
 BALANCED = np.repeat(np.arange(10), 100)
 
@@ -259,11 +259,11 @@ LABELS = [0, 1, 2, 0, 1]
         (lambda: synthetic.linear_regression(clients=2, dim=9, samples=4), "samples=4 .* dim=9"),
         (lambda: synthetic.linear_regression(noise=float("nan")), "noise=nan"),
         (lambda: synthetic.linear_regression(heterogeneity=-1.0), r"heterogeneity=-1\.0"),
-        (lambda: picture.label_figure([1, 2]), r"counts has shape \(2,\)"),
-        (lambda: picture.label_figure([[1, -2]]), "counts has .* minimum -2"),
-        (lambda: picture.label_figure([[1.5, 2.0]]), "counts has dtype float64"),
-        (lambda: picture.label_figure([[1, 2]], ["one"]), "class_names has 1 names; counts has 2 classes"),
-        (lambda: picture.save_label_picture([[1, 2]], "labels.txt"), r"path='labels\.txt' ends in '\.txt'"),
+        (lambda: label_plot.label_figure([1, 2]), r"counts has shape \(2,\)"),
+        (lambda: label_plot.label_figure([[1, -2]]), "counts has .* minimum -2"),
+        (lambda: label_plot.label_figure([[1.5, 2.0]]), "counts has dtype float64"),
+        (lambda: label_plot.label_figure([[1, 2]], ["one"]), "class_names has 1 names; counts has 2 classes"),
+        (lambda: label_plot.save_label_plot([[1, 2]], "labels.txt"), r"path='labels\.txt' ends in '\.txt'"),
     ],
 )
 def test_errors_name_the_field_and_the_value(call: Callable[[], object], message: str) -> None:
@@ -365,10 +365,10 @@ def test_regression_sizes_stay_in_the_range() -> None:
 @pytest.mark.parametrize(
     ("clients", "classes"), [(1, 1), (10, 10), (50, 10), (60, 20), (8, 21), (30, 200), (61, 10), (300, 200)]
 )
-def test_the_picture_is_a_legible_png(tmp_path: Path, clients: int, classes: int) -> None:
+def test_the_plot_is_a_legible_png(tmp_path: Path, clients: int, classes: int) -> None:
     counts = np.random.default_rng(0).poisson(2.0, (clients, classes))
     counts[0] = 0  # an empty client has no shares
-    path = picture.save_label_picture(counts, tmp_path / "new" / "labels.png", title="a note " * 40)
+    path = label_plot.save_label_plot(counts, tmp_path / "new" / "labels.png", title="a note " * 40)
     assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     height, width, _ = imread(path).shape
     assert 600 <= height <= 1000
@@ -377,7 +377,7 @@ def test_the_picture_is_a_legible_png(tmp_path: Path, clients: int, classes: int
 
 
 def test_the_bars_are_the_sizes_and_the_shares() -> None:
-    figure = picture.label_figure([[3, 1], [0, 5]], ["_cat", "$x^$"], title="$^$")
+    figure = label_plot.label_figure([[3, 1], [0, 5]], ["_cat", "$x^$"], title="$^$")
     top, bottom = figure.axes
     assert [bar.get_bbox().height for bar in top.patches if isinstance(bar, Rectangle)] == [4, 5]
     assert [text.get_text() for text in top.texts] == ["4", "5"]
@@ -397,23 +397,23 @@ def test_the_bars_are_the_sizes_and_the_shares() -> None:
 def test_the_heatmap_has_the_largest_client_first() -> None:
     counts = np.ones((70, 2), dtype=int)
     counts[41] = [9, 0]
-    _, bottom, _ = picture.label_figure(counts, ["a", "b" * 99]).axes
+    _, bottom, _ = label_plot.label_figure(counts, ["a", "b" * 99]).axes
     shares = bottom.images[0].get_array()
     assert shares is not None
     assert shares.shape == (2, 70)
     assert shares[:, 0].tolist() == [1, 0]
     assert shares[:, 1].tolist() == [0.5, 0.5]
-    assert len(bottom.get_yticklabels()[1].get_text()) == picture.LONGEST_NAME
+    assert len(bottom.get_yticklabels()[1].get_text()) == label_plot.LONGEST_NAME
 
 
 @pytest.mark.parametrize("classes", [20, 21])
 def test_many_classes_have_a_colour_bar_instead_of_a_legend(classes: int) -> None:
-    figure = picture.label_figure(np.ones((5, classes), dtype=int))
+    figure = label_plot.label_figure(np.ones((5, classes), dtype=int))
     assert len(figure.legends) == (classes == 20)
     assert len(figure.axes) == 2 + (classes == 21)
 
 
-def test_a_picture_that_fails_leaves_the_old_one(tmp_path: Path) -> None:
+def test_a_plot_that_fails_leaves_the_old_one(tmp_path: Path) -> None:
     path = tmp_path / "labels.png"
     path.write_bytes(b"old")
 
@@ -422,7 +422,7 @@ def test_a_picture_that_fails_leaves_the_old_one(tmp_path: Path) -> None:
         raise OSError("disk full")
 
     with mock.patch.object(Figure, "savefig", full_disk), pytest.raises(OSError, match="disk full"):
-        picture.save_label_picture([[1, 2]], path)
+        label_plot.save_label_plot([[1, 2]], path)
     assert path.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["labels.png"]
 
@@ -431,8 +431,8 @@ def test_drawing_leaves_matplotlib_alone(tmp_path: Path) -> None:
     program = """
 import sys, matplotlib
 before = matplotlib.rcParams.copy()
-from fadamgc.experiments.report.label_plot import save_label_picture
-save_label_picture([[1, 2], [3, 0]], sys.argv[1])
+from fadamgc.experiments.report.label_plot import save_label_plot
+save_label_plot([[1, 2], [3, 0]], sys.argv[1])
 assert matplotlib.rcParams.copy() == before
 assert "matplotlib.pyplot" not in sys.modules
 """

@@ -161,9 +161,9 @@ def open_folder(
     seed = spec.run.seeds[0]
     labels = label_counts(spec.task, seed)
     if labels is not None:
-        from fadamgc.experiments.report.label_plot import save_label_picture
+        from fadamgc.experiments.report.label_plot import save_label_plot
 
-        save_label_picture(labels.counts, folder.path / PARTITION, title=f"{labels.note} (seed {seed})")
+        save_label_plot(labels.counts, folder.path / PARTITION, title=f"{labels.note} (seed {seed})")
 
 
 def _size(count: float) -> str:
