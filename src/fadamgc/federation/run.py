@@ -19,14 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from fadamgc.algorithm import AnyAlgorithm, example
+from fadamgc.bundle import LazyTensor, read_bundle, write_bundle
 from fadamgc.errors import CheckpointError, FadamgcError, InputError, cut, shown, whole
 from fadamgc.federation.client_states import ClientStates
 from fadamgc.federation.cost import CostModel, Work
-from fadamgc.federation.problem import Buffers
-from fadamgc.files import LazyTensor, read_bundle, write_bundle
+from fadamgc.federation.functions import Buffers
 from fadamgc.flat import Flat
 from fadamgc.methods import algorithms, make_algorithm
 from fadamgc.task import Task
+from fadamgc.tree import from_names, leaves, named_leaves, names
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -219,11 +220,9 @@ def write_run(folder: Path, run: Run, *, states: bool = True) -> None:
     tensors: dict[str, Tensor | LazyTensor] = {}
     if states:
         tensors |= server_tensors(run)
-        initial = run.clients.initial
         for i in run.clients.participants:
-            for field in initial._fields:
-                read = partial(_read_field, run.clients, i, field)
-                tensors[f"client.{i}.{field}"] = LazyTensor(getattr(initial, field), read)
+            for k, (name, like) in enumerate(named_leaves(run.clients.initial, f"client.{i}").items()):
+                tensors[name] = LazyTensor(like, partial(_read_leaf, run.clients, i, k))
     content = described(run) | {
         "participants": run.clients.participants,
         "has_states": states,
@@ -232,9 +231,8 @@ def write_run(folder: Path, run: Run, *, states: bool = True) -> None:
     write_bundle(folder, NAME, content, tensors)
 
 
-def _read_field(clients: ClientStates, i: int, field: str) -> Tensor:
-    tensor: Tensor = getattr(clients[i], field)
-    return tensor
+def _read_leaf(clients: ClientStates, i: int, k: int) -> Tensor:
+    return leaves(clients[i])[k]
 
 
 def read_run(folder: Path, task: Task | None = None) -> Run:
@@ -266,8 +264,8 @@ def described(run: Run) -> dict[str, Any]:
 def server_tensors(run: Run) -> dict[str, Tensor | LazyTensor]:
     """The tensors of a run that are not a client's own."""
     return {
-        **_pack("server", run.server),
-        **_pack("initial", run.clients.initial),
+        **named_leaves(run.server, "server"),
+        **named_leaves(run.clients.initial, "initial"),
         **{f"buffer.{key}": value for key, value in run.buffers.items()},
     }
 
@@ -277,7 +275,7 @@ def unpack_server(algorithm: AnyAlgorithm | None, tensors: Mapping[str, Tensor])
     assert algorithm is not None
     like = example(algorithm, torch.empty(0))
     buffers = {k.removeprefix("buffer."): v for k, v in tensors.items() if k.startswith("buffer.")}
-    return _of_kind("server", like.server, tensors), _of_kind("initial", like.client, tensors), buffers
+    return from_names(like.server, tensors, "server"), from_names(like.client, tensors, "initial"), buffers
 
 
 def find_algorithm(
@@ -354,22 +352,14 @@ def _client(i: Any, n: int) -> int:
     return whole("client", i, 0, n - 1)
 
 
-def _pack(prefix: str, state: Any) -> dict[str, Tensor]:
-    return {f"{prefix}.{field}": value for field, value in state._asdict().items()}
-
-
-def _of_kind(prefix: str, kind: Any, tensors: Mapping[str, Tensor]) -> Any:
-    return type(kind)(*(tensors[f"{prefix}.{field}"] for field in kind._fields))
-
-
 def unpack(prefix: str, like: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """A state from its tensors, which must have the types and shapes of another one."""
-    state = _of_kind(prefix, like, tensors)
-    for name, tensor, other in zip(like._fields, state, like, strict=True):
-        if tensor.shape != other.shape or tensor.dtype != other.dtype:
+    """Return the state in named tensors, which must have the types and shapes of ``like``."""
+    state = from_names(like, tensors, prefix)
+    for name, tensor, expected in zip(names(like), leaves(state), leaves(like), strict=True):
+        if tensor.shape != expected.shape or tensor.dtype != expected.dtype:
             raise ValueError(
-                f"{prefix}.{name} is {tensor.dtype} {tuple(tensor.shape)}, not {other.dtype} "
-                f"{tuple(other.shape)}"
+                f"{prefix}.{name} is {tensor.dtype} {tuple(tensor.shape)}, not {expected.dtype} "
+                f"{tuple(expected.shape)}"
             )
     return state
 

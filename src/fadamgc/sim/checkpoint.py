@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from filelock import BaseFileLock
-
 from fadamgc.algorithm import AnyAlgorithm
-from fadamgc.errors import CheckpointError, CheckpointInUseError, OtherRunError, shown, whole
-from fadamgc.federation.client_states import ClientStates, FileStates, Slots
+from fadamgc.bundle import Journal, has_bundle, read_bundle, remove_other_tensors, write_bundle
+from fadamgc.errors import CheckpointError, CheckpointInUseError, OtherRunError, UnwritableError, shown, whole
+from fadamgc.federation.client_states import ClientStates
 from fadamgc.federation.run import (
     NAME as RUN,
 )
@@ -41,20 +41,8 @@ from fadamgc.federation.run import (
     unpack_server,
 )
 from fadamgc.federation.settings import Settings
-from fadamgc.files import (
-    LOCK,
-    Journal,
-    as_json,
-    has_bundle,
-    in_use,
-    lock,
-    make_folder,
-    read_bundle,
-    remove_leftovers,
-    remove_other_tensors,
-    unwritable,
-    write_bundle,
-)
+from fadamgc.files import LOCK, as_json, lock, make_folder, remove_leftovers, unwritable
+from fadamgc.sim.file_states import FileStates, Slots
 from fadamgc.task import Task
 
 NAME = "checkpoint"
@@ -91,7 +79,7 @@ class Checkpoint:
         folder = folder.absolute()  # the working directory may change
         self.folder, self.writing = folder, writing
         self.slots: Slots | None = None
-        self._lock: BaseFileLock | None = None
+        self._lock: ExitStack | None = None
         self._journal = Journal(folder / f"{NAME}.jsonl")
         self._rounds = 0  # of the history that are in the journal
         self._table: dict[int, int] = {}  # which slot is whose, in the last checkpoint
@@ -99,12 +87,10 @@ class Checkpoint:
             make_folder(folder, private=True)
         try:
             self._lock = lock(folder)
-        except CheckpointError:
+        except UnwritableError:
             if writing:
                 raise
             return  # nobody can write there, so there is nothing to wait for
-        if self._lock is None:
-            raise in_use(folder)
         self._locked = _identity(folder / LOCK)
 
     def _check_lock(self) -> None:
@@ -120,7 +106,7 @@ class Checkpoint:
         if self.slots is not None:
             self.slots.close()
         if self._lock is not None:
-            self._lock.release()
+            self._lock.close()
 
     def resume(
         self, resume: bool, identity: Mapping[str, Any], algorithm: AnyAlgorithm, settings: Settings

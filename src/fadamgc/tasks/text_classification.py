@@ -71,9 +71,9 @@ def text(
             raise InputError(f"{field}={value!r} is not accepted; give a name or a path")
     by_name = str(data) in SOURCES
     if by_name:
-        for field, given in {"test": test, "columns": columns, "label": label, "classes": classes}.items():
-            if given is not None:
-                raise InputError(f"{field}={given!r} is for your own files; {data} has its own {field}")
+        for field, option in {"test": test, "columns": columns, "label": label, "classes": classes}.items():
+            if option is not None:
+                raise InputError(f"{field}={option!r} is for your own files; {data} has its own {field}")
         train, held_out = texts.load(str(data), "train"), texts.load(str(data), "test")
         outputs = SOURCES[str(data)].classes
     else:
@@ -173,7 +173,7 @@ def encode_for_model(
         dropout=dropout,
     )
     model = models.TextClassifier(loaded.net, loaded.tokenizer.pad_token_id)
-    inputs = [models.encode(loaded.tokenizer, texts, length) for texts in sets]
+    inputs = [models.encode(loaded.tokenizer, texts.first, texts.second, length) for texts in sets]
     width = max(tokens.shape[2] for tokens in inputs)
     if loaded.positions is not None and width > loaded.positions:
         raise InputError(
@@ -182,7 +182,7 @@ def encode_for_model(
     inputs = [_padded(tokens, width) for tokens in inputs]
     if upper_layers is not None and upper_layers < loaded.layers and model.in_parts:
         upper = models.without_lower_layers(model, loaded, upper_layers)
-        inputs = [models.kept_lower(model, loaded, upper_layers, tokens) for tokens in inputs]
+        inputs = [models.cached_lower_outputs(model, loaded, upper_layers, tokens) for tokens in inputs]
         model = upper
     return model, inputs
 
