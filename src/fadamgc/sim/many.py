@@ -35,7 +35,7 @@ def simulate_many(
 ) -> list[Any]:
     """Run several simulations, such as seeds and step sizes, faster than one after the other.
 
-    Each is what ``simulate`` would make of the same arguments: the same history and the same model
+    Each run equals that of ``simulate`` with the same arguments: the same history and the same model
     (with ``executor="auto"``, if timing chooses the same executor). Runs of one algorithm on tasks of one
     model advance together, their clients in common blocks.
 
