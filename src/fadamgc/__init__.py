@@ -27,11 +27,13 @@ from fadamgc.federation.run import Record, Run
 from fadamgc.federation.settings import Settings
 from fadamgc.methods import *  # noqa: F403  # all algorithms; algorithms(), make_algorithm, register
 from fadamgc.optim import ClientOptimizer
-from fadamgc.sim.checkpoint import load_run
-from fadamgc.sim.engine import RoundEnd
-from fadamgc.sim.many import simulate_many
-from fadamgc.sim.simulate import simulate
 from fadamgc.task import Task
+
+if TYPE_CHECKING:
+    from fadamgc.sim.checkpoint import load_run
+    from fadamgc.sim.engine import RoundEnd
+    from fadamgc.sim.many import simulate_many
+    from fadamgc.sim.simulate import simulate
 
 __version__ = "0.1.0"
 
@@ -59,8 +61,26 @@ __all__ = [
 if not TYPE_CHECKING:
     __all__ += methods.__all__
 
+# Imported when they are first used: a Flower server or a report needs neither the simulator nor data sets.
+_LAZY = {
+    "RoundEnd": "fadamgc.sim.engine",
+    "load_run": "fadamgc.sim.checkpoint",
+    "simulate": "fadamgc.sim.simulate",
+    "simulate_many": "fadamgc.sim.many",
+}
+_LAZY_MODULES = ("data", "models", "tasks", "trackers")
+
 
 def __getattr__(name: str) -> Any:
-    if name in ("data", "models", "tasks", "trackers"):  # their dependencies take time to import
-        return import_module(f"fadamgc.{name}")
-    raise AttributeError(f"module 'fadamgc' has no attribute {name!r}")
+    if name in _LAZY:
+        value = getattr(import_module(_LAZY[name]), name)
+    elif name in _LAZY_MODULES:
+        value = import_module(f"fadamgc.{name}")
+    else:
+        raise AttributeError(f"module 'fadamgc' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY, *_LAZY_MODULES})
