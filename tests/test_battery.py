@@ -113,7 +113,7 @@ def test_compiled_rules_agree_with_the_loop(name):
 
 
 def with_client_optimizer(algo, task, rounds, who, K, B, seed):
-    """The same federation in a training loop of one's own: nothing of the simulator but its draws."""
+    """The same federation in a hand-written training loop that uses only the simulator's draws."""
     model = TaskFunctions(task, torch.float64).module.requires_grad_(True)
     functions = TaskFunctions(task, torch.float64)
     table = ClientTable(task, functions.dtype, functions.device)

@@ -1,4 +1,4 @@
-"""What the paper says beside what was found: the theorems' bounds, and the page of all results."""
+"""The paper's numbers next to ours: the bounds of the theorems, and the page of all results."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from fadamgc.bundle import read_bundle
 from fadamgc.cli.main import app
 from fadamgc.errors import CheckpointError, InputError
 from fadamgc.experiments.report.numbers import Row, Spread, read_results
-from fadamgc.experiments.report.write import keep, markdown, read_entries, write_report, write_study_report
+from fadamgc.experiments.report.tables import results_markdown
+from fadamgc.experiments.report.write import write_report
 from fadamgc.experiments.run.runner import run_spec
 from fadamgc.experiments.spec.sections import MethodSpec
 from fadamgc.experiments.spec.toml_io import preset, spec_of
 from fadamgc.paper import comparison, theory
 from fadamgc.paper.published import BETA2, MAIN, METHODS
-from fadamgc.paper.study import parse_study, read_study, write_study
+from fadamgc.paper.study import keep, parse_study, read_members, read_study, write_study, write_study_report
 from fadamgc.paper.theory import Bound, Constants, bound, constants, slope
 from fadamgc.tasks.build import build_task
 
@@ -50,11 +51,11 @@ algorithm = "fadamgc"
 label = "special"
 beta2 = 0.0
 eps = 0.0
-[[cell]]
+[[experiment]]
 name = "few"
 value = 2
 task = { clients = 2 }
-[[cell]]
+[[experiment]]
 name = "many"
 value = 8
 axis = "people"
@@ -199,13 +200,13 @@ def root(tmp_path_factory):
     write_report(root / "main-cifar10")
     study = parse_study(STUDY, "here", "laptop")
     write_study(study, root / "theory")
-    for cell in study.cells:
-        run_spec(cell.spec, root / "theory" / cell.spec.name, workers=1, quiet=True)
+    for member in study.members:
+        run_spec(member.spec, root / "theory" / member.spec.name, workers=1, quiet=True)
     write_study_report(root / "theory")
     return root
 
 
-def test_the_page_has_the_papers_row_beside_ours(root, tmp_path):
+def test_the_page_has_the_papers_row_next_to_ours(root, tmp_path):
     (root / "main-cifar10" / "notes.md").write_text("Because these are digits.")
     comparison.main([str(root), str(tmp_path / "page.md")])
     text = (tmp_path / "page.md").read_text()
@@ -215,7 +216,7 @@ def test_the_page_has_the_papers_row_beside_ours(root, tmp_path):
     ours = next(line for line in text.splitlines() if line.startswith("| rounds to 30 %, here"))
     found = [run.rounds_to(0.3) for run in results.runs["FedAvg-M"]]
     assert ours.split(" | ")[1].startswith(f"{sum(found) / 2:.1f} ±" if all(found) else "never")
-    counts = re.search(r"\*\*Rounds\*\*: of 21 pairs of methods (\d+) .*?, (\d+) .*?, (\d+) ", text)
+    counts = re.search(r"\*\*Rounds\*\*: of 21 pairs of methods (\d+) .*?, (\d+) .*?, and (\d+) ", text)
     assert sum(map(int, counts.groups())) == 21
     assert "**Why.** Because these are digits." in text
     assert text.index("## main-cifar10") < text.index("## theory")
@@ -229,13 +230,15 @@ def test_links_on_the_page_lead_somewhere(root, tmp_path):
     assert all((tmp_path / link).exists() for link in links)
 
 
-def test_bounds_are_written_beside_what_was_measured(root):
-    entries = read_entries(root / "theory", read_study(root / "theory"))
-    lines = theory.bounds(entries)
+def test_bounds_are_written_next_to_measurements(root):
+    experiments = read_members(root / "theory", read_study(root / "theory"))
+    lines = theory.bounds(experiments)
     assert [(b.experiment, b.method, b.n) for b in lines] == [
-        (cell, name, n) for cell, n in (("few", 2), ("many", 8)) for name in ("FA-NT", "FAdamGC", "special")
+        (member, name, n)
+        for member, n in (("few", 2), ("many", 8))
+        for name in ("FA-NT", "FAdamGC", "special")
     ]
-    runs = entries[0].results.runs["special"]
+    runs = experiments[0].results.runs["special"]
     norms = [[math.sqrt(record.test_metric) for record in run.history] for run in runs]
     assert lines[2].measured == pytest.approx(np.mean(norms))
     text = (root / "theory" / "bounds.md").read_text()
@@ -260,7 +263,8 @@ def test_what_is_kept_makes_the_same_report(root, tmp_path):
         read_bundle(runs[0].parent, "run")
     for name in ("main-cifar10", "theory"):
         keep(root / name, tmp_path / name)
-    assert markdown(read_results(tmp_path / "main-cifar10")) == markdown(read_results(root / "main-cifar10"))
+    copy, original = (read_results(folder / "main-cifar10") for folder in (tmp_path, root))
+    assert results_markdown(copy) == results_markdown(original)
     write_study_report(tmp_path / "theory")
     for name in ("summary.md", "summary.csv", "bounds.md"):
         assert (tmp_path / "theory" / name).read_bytes() == (root / "theory" / name).read_bytes()

@@ -263,10 +263,7 @@ LABELS = [0, 1, 2, 0, 1]
         (lambda: label_plot.label_figure([[1, -2]]), "counts has .* minimum -2"),
         (lambda: label_plot.label_figure([[1.5, 2.0]]), "counts has dtype float64"),
         (lambda: label_plot.label_figure([[1, 2]], ["one"]), "class_names has 1 names; counts has 2 classes"),
-        (
-            lambda: label_plot.save_label_picture([[1, 2]], "labels.txt"),
-            r"path='labels\.txt' ends in '\.txt'",
-        ),
+        (lambda: label_plot.save_label_plot([[1, 2]], "labels.txt"), r"path='labels\.txt' ends in '\.txt'"),
     ],
 )
 def test_errors_name_the_field_and_the_value(call: Callable[[], object], message: str) -> None:
@@ -368,10 +365,10 @@ def test_regression_sizes_stay_in_the_range() -> None:
 @pytest.mark.parametrize(
     ("clients", "classes"), [(1, 1), (10, 10), (50, 10), (60, 20), (8, 21), (30, 200), (61, 10), (300, 200)]
 )
-def test_the_picture_is_a_legible_png(tmp_path: Path, clients: int, classes: int) -> None:
+def test_the_plot_is_a_legible_png(tmp_path: Path, clients: int, classes: int) -> None:
     counts = np.random.default_rng(0).poisson(2.0, (clients, classes))
     counts[0] = 0  # an empty client has no shares
-    path = label_plot.save_label_picture(counts, tmp_path / "new" / "labels.png", title="a note " * 40)
+    path = label_plot.save_label_plot(counts, tmp_path / "new" / "labels.png", title="a note " * 40)
     assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     height, width, _ = imread(path).shape
     assert 600 <= height <= 1000
@@ -416,7 +413,7 @@ def test_many_classes_have_a_colour_bar_instead_of_a_legend(classes: int) -> Non
     assert len(figure.axes) == 2 + (classes == 21)
 
 
-def test_a_picture_that_fails_leaves_the_old_one(tmp_path: Path) -> None:
+def test_a_plot_that_fails_leaves_the_old_one(tmp_path: Path) -> None:
     path = tmp_path / "labels.png"
     path.write_bytes(b"old")
 
@@ -425,7 +422,7 @@ def test_a_picture_that_fails_leaves_the_old_one(tmp_path: Path) -> None:
         raise OSError("disk full")
 
     with mock.patch.object(Figure, "savefig", full_disk), pytest.raises(OSError, match="disk full"):
-        label_plot.save_label_picture([[1, 2]], path)
+        label_plot.save_label_plot([[1, 2]], path)
     assert path.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["labels.png"]
 
@@ -434,8 +431,8 @@ def test_drawing_leaves_matplotlib_alone(tmp_path: Path) -> None:
     program = """
 import sys, matplotlib
 before = matplotlib.rcParams.copy()
-from fadamgc.experiments.report.label_plot import save_label_picture
-save_label_picture([[1, 2], [3, 0]], sys.argv[1])
+from fadamgc.experiments.report.label_plot import save_label_plot
+save_label_plot([[1, 2], [3, 0]], sys.argv[1])
 assert matplotlib.rcParams.copy() == before
 assert "matplotlib.pyplot" not in sys.modules
 """

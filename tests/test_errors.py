@@ -366,7 +366,10 @@ def test_a_large_integer_is_a_step_size_like_any_other():
 
 
 def test_parts_of_the_package_can_be_used_without_importing_them():
-    code = "import fadamgc; fadamgc.data.natural([1, 2]); fadamgc.models.mlp; fadamgc.trackers.tensorboard"
+    code = (
+        "import fadamgc; fadamgc.data.natural([1, 2]); fadamgc.models.mlp; fadamgc.trackers.tensorboard; "
+        "fadamgc.tasks.text"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

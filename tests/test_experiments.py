@@ -22,8 +22,9 @@ from fadamgc import CostModel, InputError, files
 from fadamgc.data import digits
 from fadamgc.errors import FadamgcError
 from fadamgc.experiments.folder import FILES, ExperimentFolder
-from fadamgc.experiments.report.numbers import DASH, Spread, cells, header, read_results
-from fadamgc.experiments.report.write import markdown, summarise, write_report
+from fadamgc.experiments.report.numbers import Spread, read_results, summary_frame
+from fadamgc.experiments.report.tables import DASH, results_markdown, results_table
+from fadamgc.experiments.report.write import write_report
 from fadamgc.experiments.run import execution, workers
 from fadamgc.experiments.run.runner import run_spec
 from fadamgc.experiments.spec.sections import EXECUTORS, CostSpec, MethodSpec, RunSpec, Spec, TuneSpec
@@ -545,7 +546,7 @@ def test_a_run_that_diverges_does_not_stop_the_others(tmp_path):
     assert "non-finite" in failures[0].error
     results = write_report(tmp_path / "out")
     assert {label: len(runs) for label, runs in results.runs.items()} == {"SCAFFOLD": 0, "FedAvg": 2}
-    assert [cell.text for cell in cells(results)[0]] == ["SCAFFOLD", *["diverged"] * 3, DASH]
+    assert [cell.text for cell in results_table(results).rows[0]] == ["SCAFFOLD", *["diverged"] * 3, DASH]
     assert results.missing == 0
 
 
@@ -554,7 +555,7 @@ def test_a_run_that_diverges_does_not_stop_the_others(tmp_path):
 
 def test_the_numbers_of_the_report_are_those_of_the_records(done):
     """All recomputed from the JSON files, without the package's own arithmetic."""
-    table = summarise(done).set_index("method")
+    table = summary_frame(read_results(done)).set_index("method")
     for label, slug in (("LocalAdam", "localadam"), ("FAdamGC (all tracked)", "fadamgc-all-tracked")):
         rounds, minutes, finals, mb = [], [], [], []
         for seed in (0, 1):
@@ -606,10 +607,10 @@ def test_runs_that_never_got_there_are_counted_not_averaged(done):
     between = sum(best) / 2
     results = read_results(done)
     results = type(results)(spec_of(TINY).replace("run", target=between), results.cost, results.runs)
-    line = cells(results)[1]
+    line = results_table(results).rows[1]
     assert re.fullmatch(r"\d\.0 \(1/2 reached\)", line[1].text)
-    assert not line[1].best
-    assert cells(results)[0][1].text == "never (0/2)"
+    assert not line[1].bold
+    assert results_table(results).rows[0][1].text == "never (0/2)"
 
 
 def test_the_spread_is_the_sample_standard_deviation():
@@ -621,16 +622,16 @@ def test_the_spread_is_the_sample_standard_deviation():
 
 def test_a_report_can_be_priced_again_without_running(done):
     cheap = CostModel(down_mbps=math.inf, up_mbps=math.inf, seconds_per_step=60.0)
-    row = summarise(done, cheap).set_index("method").loc["FAdamGC (all tracked)"]
+    row = summary_frame(read_results(done, cheap)).set_index("method").loc["FAdamGC (all tracked)"]
     assert row["minutes_mean"] == pytest.approx(4 * row["rounds_mean"])
 
 
 def test_the_table_in_markdown(done):
-    text = markdown(read_results(done))
-    assert "| " + " | ".join(header(read_results(done))) + " |" in text
+    text = results_markdown(read_results(done))
+    assert "| " + " | ".join(results_table(read_results(done)).header) + " |" in text
     assert "Rounds to 20 %" in text
     assert text.count("**") == 2 * 3  # the best of rounds, of minutes and of accuracy
-    assert "0.1 Mbps down and 0.05 Mbps up, 0.5 s a local step, 1 s latency" in text
+    assert "0.1 Mbps down and 0.05 Mbps up, 0.5 s per local step, 1 s latency" in text
 
 
 def test_the_page_loads_nothing_from_outside(done):

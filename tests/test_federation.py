@@ -418,7 +418,7 @@ def test_a_client_checks_what_it_receives(tmp_path):
     for bad, said in (
         (down | {"x": down["x"][1:]}, "the server's x is torch.float64"),
         (down | {"y": down["y"] / 0}, "the server's y is not finite"),
-        ({"x": down["x"]}, r"has \['x'\], this model wants \['x', 'y'\]"),
+        ({"x": down["x"]}, r"has \['x'\], this model needs \['x', 'y'\]"),
     ):
         with pytest.raises(RefusedError, match=said):
             world.deliver((asked, bad, buffers))
@@ -447,9 +447,9 @@ def test_who_is_not_there_is_not_asked(tmp_path):
     assert {a.request.client for a, _, _ in world.messages(available=[2])} == {2}
     assert world.messages(available=[]) == []
     for t in range(5):
-        world.server.t = t
-        assert set(world.server.who([0, 2]).sampled) == {0, 2}
-        assert world.server.who(range(3)) == world.settings.who(t + 1, 3)
+        world.server.federation.t = t
+        assert set(world.server.federation.who([0, 2]).sampled) == {0, 2}
+        assert world.server.federation.who(range(3)) == world.settings.who(t + 1, 3)
 
 
 # What lasts.
@@ -590,13 +590,13 @@ def test_a_client_does_not_keep_a_state_that_is_not_finite(tmp_path):
     (asked, down, buffers), *_ = world.messages()
     i = asked.request.client
     before = world.keepers[i].load(world.states()[i])
-    real = world.parties[i].round
+    real = world.parties[i].train
 
     def overflow(*args):
         result = real(*args)
         return result._replace(state=result.state._replace(v=torch.full_like(result.state.v, float("inf"))))
 
-    world.parties[i].round = overflow
+    world.parties[i].train = overflow
     with pytest.raises(RefusedError, match="its round gave numbers that are not finite"):
         world.deliver((asked, down, buffers))
     after_it = world.keepers[i].load(world.states()[i])

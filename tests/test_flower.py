@@ -30,7 +30,7 @@ from fadamgc.experiments.report.write import write_report  # noqa: E402
 from fadamgc.federation.cost import traffic  # noqa: E402
 from fadamgc.federation.settings import Settings  # noqa: E402
 from fadamgc.flower import client_app  # noqa: E402
-from fadamgc.flower.clientapp import number, state_folder  # noqa: E402
+from fadamgc.flower.clientapp import client_number, state_folder  # noqa: E402
 from fadamgc.flower.config import NOT_IN_CONFIG, ServerOptions, config_keys, read_config  # noqa: E402
 from fadamgc.flower.coordinator import Coordinator  # noqa: E402
 from fadamgc.flower.protocol import NEVER, RefusedError, Reply, Request, Stamp  # noqa: E402
@@ -112,7 +112,7 @@ class Here(Grid):
 
 
 def app_of(task):
-    return client_app(lambda context: (task.model, task.loss, task.pairs[number(context)]))
+    return client_app(lambda context: (task.model, task.loss, task.pairs[client_number(context)]))
 
 
 def make(tmp_path, algo=None, clients=3, rounds=3, sizes=SIZES, **options):
@@ -639,7 +639,7 @@ def test_every_setting_of_a_run_is_a_key_or_cannot_be_one():
 def test_a_node_must_know_who_it_is(given, monkeypatch, tmp_path):
     context = Context(1, 1, {} if given is None else {"partition-id": given}, RecordDict(), {})
     with pytest.raises(InputError, match="partition-id.*is not accepted; start the node with"):
-        number(context)
+        client_number(context)
     monkeypatch.setenv("FADAMGC_STATES", str(tmp_path))
     assert state_folder(context) == tmp_path
 

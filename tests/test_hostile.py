@@ -414,9 +414,9 @@ def test_a_lone_client_is_compared_with_earlier_rounds(tmp_path):
     world = World(tmp_path, sampled=1, tracked=1, rounds=20)
     for _ in range(3):
         world.round()
-    scales = world.server.scales
+    scales = world.server.checks.scales
     world.start()
-    assert world.server.scales == scales  # a server that resumes has the same rule
+    assert world.server.checks.scales == scales  # a server that resumes has the same rule
     (client,) = world.settings.who(4, 3).sampled
     assert poisoned_round(world, times("dx", 1e30), client).dropped == (client,)
     world.check()
@@ -429,7 +429,9 @@ def test_the_bound_can_be_changed_or_turned_off(tmp_path):
     strict.round()
     before = strict.server.server.x.norm()
     assert float(before) > 0
-    strict.server.server = strict.server.server._replace(x=torch.zeros_like(strict.server.server.x))
+    state = strict.server.federation.state
+    zero = state.server._replace(x=torch.zeros_like(state.server.x))
+    strict.server.federation.state = state._replace(server=zero)
     assert poisoned_round(strict, times("dx", 20)).dropped == (1,)
     with pytest.raises(InputError, match="max_norm_ratio=0.5 is not accepted; it must be a number > 1"):
         World(tmp_path / "none", max_norm_ratio=0.5)
@@ -644,14 +646,16 @@ def test_the_config_says_what_is_bounded_and_where_to_go_back_to(tmp_path):
         return make_coordinator(task, read_config(config | more), tmp_path)
 
     server = started()
-    assert (server.max_norm_ratio, server.max_samples, server.max_size_ratio) == (100, None, 100)
+    limits = server.checks.max_norm_ratio, server.members.max_samples, server.members.max_size_ratio
+    assert limits == (100, None, 100)
     for _ in range(3):
         server.ask([])
         server.close()
     assert started(restore_round=2).t == 2
     assert started().t == 2
     free = started(max_norm_ratio=0.0, max_size_ratio=0.0, max_samples=50, unbind_clients="all")
-    assert (free.max_norm_ratio, free.max_samples, free.max_size_ratio) == (None, 50, None)
+    limits = free.checks.max_norm_ratio, free.members.max_samples, free.members.max_size_ratio
+    assert limits == (None, 50, None)
 
 
 def test_a_damaged_checkpoint_can_be_gone_back_from(tmp_path):
@@ -702,7 +706,7 @@ def test_an_algorithm_that_begins_with_gradients_cannot_go_back(tmp_path):
     world = World(tmp_path, fadamgc.FAdamGC(init="gradient"))
     world.setup()
     world.round()
-    with pytest.raises(InputError, match="cannot begin anew with another"):
+    with pytest.raises(InputError, match="cannot be reset with another model"):
         world.start(restore_round=1)
 
 
@@ -791,7 +795,7 @@ def test_a_client_is_bound_to_the_key_that_first_spoke_for_it(tmp_path, caplog):
     strategy.start(other)
     assert strategy.coordinator.history[-1].sampled == (0, 1, 2)
     # A registered node cannot change its number.
-    strategy.coordinator.keys.pop(2)
+    strategy.coordinator.members.keys.pop(2)
     with pytest.raises(RefusedError, match="is bound to client 0.*unbind-clients = '0'"):
         strategy.coordinator.check_key(2, hashlib.sha256(b"key 100").hexdigest())
 
@@ -799,7 +803,7 @@ def test_a_client_is_bound_to_the_key_that_first_spoke_for_it(tmp_path, caplog):
 def test_an_operator_can_replace_a_node(tmp_path):
     world = World(tmp_path)
     server = world.server
-    server.bind(0, "old")
+    server.members.bind(0, "old")
     world.round()
     world.start()
     with pytest.raises(RefusedError, match="that client is bound to key old, not new"):
@@ -811,7 +815,7 @@ def test_an_operator_can_replace_a_node(tmp_path):
         world.server.check_key(0, "new")
     world.start(unbind=[0])
     world.server.check_key(0, "new")
-    world.server.bind(0, "new")
+    world.server.members.bind(0, "new")
     world.server.check_key(0, "new")
 
 
@@ -879,7 +883,7 @@ def test_a_checkpoint_of_the_version_before_is_read(tmp_path, monkeypatch):
         patched.setattr(ServerStore, "write", write)
         world.round()
     world.start()
-    assert world.server.scales == {}
+    assert world.server.checks.scales == {}
     world.round()
     world.check()
 

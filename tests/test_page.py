@@ -8,7 +8,8 @@ import shutil
 import pytest
 
 from fadamgc import CostModel
-from fadamgc.experiments.report.numbers import cells, read_results
+from fadamgc.experiments.report.numbers import read_results
+from fadamgc.experiments.report.tables import results_table
 from fadamgc.experiments.report.write import write_report, write_reports
 from fadamgc.experiments.run.runner import run_spec
 from fadamgc.experiments.spec.toml_io import parse_spec
@@ -120,7 +121,7 @@ def minutes(page, within=""):
 
 def expected(folder, **cost):
     results = read_results(folder, CostModel(**cost) if cost else None)
-    return [line[2].text for line in cells(results)]
+    return [line[2].text for line in results_table(results).rows]
 
 
 def move(page, **powers):
@@ -152,11 +153,11 @@ def test_a_slider_prices_as_the_cost_model_does(view, folder, slowest):
     wanted = expected(folder / "one", **cost, per_round="slowest" if slowest else "mean")
     assert minutes(page) == wanted != expected(folder / "one")
     said = page.locator("[data-pricing]").inner_text()
-    assert "0.0316 Mbps down and 0.01 Mbps up, 0.1 s a local step, 1.78 s latency" in said
+    assert "0.0316 Mbps down and 0.01 Mbps up, 0.1 s per local step, 1.78 s latency" in said
     assert ("slowest" in said) == slowest
     best = page.eval_on_selector_all("td[data-minutes].best", "cells => cells.map(c => c.textContent)")
     results = read_results(folder / "one", CostModel(**cost, per_round="slowest" if slowest else "mean"))
-    assert best == [line[2].text for line in cells(results) if line[2].best]
+    assert best == [line[2].text for line in results_table(results).rows if line[2].bold]
     ends = "boxes => Math.max(...boxes[0].data.map(trace => Math.max(...trace.x)))"
     last = page.eval_on_selector_all('[data-axis="minutes"]', ends)
     longest = max(

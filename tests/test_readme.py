@@ -17,7 +17,7 @@ import tables
 from fadamgc import methods
 from fadamgc.algorithm import example
 from fadamgc.experiments.report.numbers import read_results
-from fadamgc.experiments.report.write import markdown
+from fadamgc.experiments.report.tables import results_markdown
 from fadamgc.experiments.spec.toml_io import preset
 from fadamgc.methods import algorithm_class
 from fadamgc.paper import comparison
@@ -147,7 +147,7 @@ def test_the_results_page_is_made_from_the_records():
 def test_the_results_are_those_of_the_saved_runs():
     """The README's table is what ``fadamgc report results/digits`` makes of the records in that folder."""
     folder = ROOT / "results" / "digits"
-    made = markdown(read_results(folder))
+    made = results_markdown(read_results(folder))
     assert made == (folder / "results.md").read_text()
     assert made.strip() in section("results")
 

@@ -25,27 +25,31 @@ from fadamgc import errors, files
 from fadamgc.cli.main import app
 from fadamgc.errors import CheckpointError, InputError
 from fadamgc.experiments.folder import ExperimentFolder
-from fadamgc.experiments.report import summary
-from fadamgc.experiments.report import write as report
-from fadamgc.experiments.report.numbers import DASH, Spread, cells, curves, mean_curves, read_results
-from fadamgc.experiments.report.page import Shown, page
-from fadamgc.experiments.report.summary import Entry, figure, latex
-from fadamgc.experiments.report.summary import markdown as summary_markdown
-from fadamgc.experiments.report.write import (
-    keep,
-    markdown,
-    read_entries,
-    rich_table,
-    summarise,
-    write_report,
-    write_study_report,
+from fadamgc.experiments.report import plots
+from fadamgc.experiments.report.numbers import (
+    ReportedExperiment,
+    Spread,
+    curves,
+    mean_curves,
+    read_results,
+    summary_frame,
 )
+from fadamgc.experiments.report.page import page
+from fadamgc.experiments.report.plots import summary_figure
+from fadamgc.experiments.report.tables import (
+    DASH,
+    caption,
+    results_markdown,
+    results_table,
+    summary_latex,
+    summary_markdown,
+)
+from fadamgc.experiments.report.write import write_report, write_summary
 from fadamgc.experiments.run import execution, workers
 from fadamgc.experiments.run.runner import run_spec
 from fadamgc.experiments.spec.toml_io import parse_spec
 from fadamgc.experiments.tune import tune
-from fadamgc.paper import theory
-from fadamgc.paper.study import parse_study, read_study, write_study
+from fadamgc.paper.study import keep, parse_study, read_members, read_study, write_study, write_study_report
 
 RUN = """[run]
 rounds = 6
@@ -85,11 +89,11 @@ algorithm = "fadamgc"
 [[method]]
 algorithm = "fedavg"
 eta_l = 0.05
-[[cell]]
+[[experiment]]
 name = "two"
 value = 2
 task = { clients = 2 }
-[[cell]]
+[[experiment]]
 name = "four"
 value = 4
 task = { clients = 4 }
@@ -124,8 +128,7 @@ def quick(request, monkeypatch):
     """No figures where a test does not ask for them."""
     if "figures" not in request.fixturenames:
         for name in ("png", "svg"):
-            for module in (report, summary, theory):
-                monkeypatch.setattr(module, name, lambda figure: b"")
+            monkeypatch.setattr(plots, name, lambda figure: b"")
 
 
 @pytest.fixture(scope="module")
@@ -163,11 +166,11 @@ def test_a_method_that_diverges_leaves_the_table_to_the_others(tmp_path, figures
     experiment(tmp_path, DIVERGES)
     results = write_report(tmp_path)
     assert not math.isfinite(results.runs["FedAvg"][0].history[-1].test_metric)
-    assert [cell.text for cell in cells(results)[0]][1:4] == ["diverged"] * 3
-    assert re.fullmatch(r"\d\.\d\de-\d\d ± \d\.\d\de-\d\d", cells(results)[1][3].text)
-    assert cells(results)[1][3].best
+    assert [cell.text for cell in results_table(results).rows[0]][1:4] == ["diverged"] * 3
+    assert re.fullmatch(r"\d\.\d\de-\d\d ± \d\.\d\de-\d\d", results_table(results).rows[1][3].text)
+    assert results_table(results).rows[1][3].bold
     buffer = io.StringIO()
-    Console(file=buffer, width=120).print(rich_table(results))
+    Console(file=buffer, width=120).print(results_table(results).to_rich(caption(results)))
     texts = [buffer.getvalue()]
     texts += [(tmp_path / name).read_text() for name in ("results.md", "results.tex", "report.html")]
     for text in texts:
@@ -182,10 +185,10 @@ def test_a_method_that_diverges_leaves_the_table_to_the_others(tmp_path, figures
 def test_one_seed_that_diverges_is_counted_and_not_averaged(copy, value):
     forge(copy, [value, 0.5])
     results = write_report(copy)
-    assert cells(results)[0][1].text == "never (0/2, 1 diverged)"
-    assert cells(results)[0][3].text == "5.00e-01 (1/2 diverged)"
-    assert not cells(results)[0][3].best
-    row = summarise(copy).set_index("method").loc["FedAvg"]
+    assert results_table(results).rows[0][1].text == "never (0/2, 1 diverged)"
+    assert results_table(results).rows[0][3].text == "5.00e-01 (1/2 diverged)"
+    assert not results_table(results).rows[0][3].bold
+    row = summary_frame(read_results(copy)).set_index("method").loc["FedAvg"]
     assert (row["runs_diverged"], row["final_mean"]) == (1, 0.5)
     assert "diverged" in fadamgc("report", copy).stdout
 
@@ -201,7 +204,7 @@ def test_a_run_that_stopped_is_diverged_also_in_what_is_kept(copy, tmp_path):
     assert len(run_spec(spec, folder, workers=1, quiet=True)) == 2
     for place in (folder, tmp_path / "kept"):
         results = read_results(place) if place == folder else keep(folder, place) and read_results(place)
-        assert [cell.text for cell in cells(results)[0]] == ["FedAvg", *["diverged"] * 3, DASH]
+        assert [cell.text for cell in results_table(results).rows[0]] == ["FedAvg", *["diverged"] * 3, DASH]
         assert results.missing == 0
     only = spec.only(["fedavg"])
     run_spec(only, tmp_path / "only", workers=1, quiet=True)
@@ -212,9 +215,9 @@ def test_a_run_that_stopped_is_diverged_also_in_what_is_kept(copy, tmp_path):
 def test_a_study_shows_what_diverged(tmp_path):
     study = parse_study(STUDY, "here", "laptop")
     write_study(study, tmp_path)
-    for cell in study.cells:
-        run_spec(cell.spec, tmp_path / cell.spec.name, workers=1, quiet=True)
-        forge(tmp_path / cell.spec.name, [math.inf, math.nan], "FAdamGC")
+    for member in study.members:
+        run_spec(member.spec, tmp_path / member.spec.name, workers=1, quiet=True)
+        forge(tmp_path / member.spec.name, [math.inf, math.nan], "FAdamGC")
     write_study_report(tmp_path)
     for name in ("summary.md", "summary.tex", "bounds.md"):
         text = (tmp_path / name).read_text()
@@ -222,8 +225,8 @@ def test_a_study_shows_what_diverged(tmp_path):
         assert not re.search(r"\b(nan|inf)\b", text)
     frame = pd.read_csv(tmp_path / "summary.csv")
     assert frame["runs_diverged"].tolist() == [2, 0, 2, 0]
-    entries = read_entries(tmp_path, read_study(tmp_path))
-    assert "| two | diverged | **" in summary_markdown(entries, ["final"])
+    experiments = read_members(tmp_path, read_study(tmp_path))
+    assert "| two | diverged | **" in summary_markdown(experiments, ["final"])
 
 
 def test_tuning_counts_a_point_whose_metric_is_not_finite(tmp_path):
@@ -249,8 +252,8 @@ def test_a_metric_that_is_never_above_0_has_a_linear_axis(copy, figures):
     assert not results.logarithmic
     line = mean_curves(results, curves(results))["FedAvg"]
     assert line["mean"].tolist() == [-2.0, -1.5, -1.0, -0.5, -0.5, -0.5]
-    entries = [Entry("a", results, 1.0), Entry("b", results, 2.0)]
-    figure(entries, "axis", "title", ("final",)).savefig(io.BytesIO())
+    experiments = [ReportedExperiment("a", results, 1.0), ReportedExperiment("b", results, 2.0)]
+    summary_figure(experiments, "axis", "title", ("final",)).savefig(io.BytesIO())
 
 
 def test_a_metric_that_is_never_finite_has_no_curve(tmp_path, figures):
@@ -266,10 +269,10 @@ def test_the_largest_numbers_and_runs_without_rounds_are_reported(copy):
     forge(copy, [1.7e308] * 2)
     results = write_report(copy)
     assert "FedAvg" not in mean_curves(results, curves(results))
-    assert cells(results)[0][3].text.startswith("1.70e+308")
+    assert results_table(results).rows[0][3].text.startswith("1.70e+308")
     for job in ExperimentFolder(copy).plan(parse_spec((copy / "spec.toml").read_text(), ""))[:2]:
         dataclasses.replace(job.saved(), history=[]).save(job.folder, states=False)
-    assert cells(write_report(copy))[0][3].text == DASH
+    assert results_table(write_report(copy)).rows[0][3].text == DASH
 
 
 def test_a_metric_that_is_sometimes_0_has_a_logarithmic_axis_without_that_round(copy):
@@ -324,7 +327,7 @@ def test_the_script_of_the_page_agrees_about_what_diverged(copy, metrics):
     forge(copy, metrics)
     results = write_report(copy)
     seen = drawn(copy)
-    assert seen.minutes == [line[2].text for line in cells(results)]
+    assert seen.minutes == [line[2].text for line in results_table(results).rows]
     for plot in seen.plots.values():
         assert plot["layout"]["yaxis"]["type"] == "log"
         assert all(value is not None and value > 0 for trace in plot["traces"] for value in trace["y"])
@@ -342,9 +345,9 @@ def test_the_script_of_the_page_draws_negative_numbers(copy):
 def test_the_page_has_no_number_that_json_has_not(copy):
     forge(copy, [1e-4, 1e-4], simulated_seconds=math.inf)
     results = read_results(copy)
-    (copy / "report.html").write_text(page("title", [Shown("title", results)]))
-    assert drawn(copy).minutes == [line[2].text for line in cells(results)]
-    assert cells(results)[0][2].text == DASH
+    (copy / "report.html").write_text(page("title", [ReportedExperiment("title", results)]))
+    assert drawn(copy).minutes == [line[2].text for line in results_table(results).rows]
+    assert results_table(results).rows[0][2].text == DASH
 
 
 # Checkpoints and records that cannot be read.
@@ -466,7 +469,7 @@ def test_records_that_are_all_damaged_are_named(copy):
 def test_latex_is_as_precise_as_markdown_and_has_the_final_metric(copy):
     forge(copy, [1e-4, 1e-4])
     results = write_report(copy)
-    minutes = cells(results)[0][2].text
+    minutes = results_table(results).rows[0][2].text
     assert re.match(r"\d\.\d\de-\d\d ± ", minutes)
     tex = (copy / "results.tex").read_text()
     power = re.compile(r" \\cdot 10\^\{(-?)(\d+)\}")
@@ -474,7 +477,7 @@ def test_latex_is_as_precise_as_markdown_and_has_the_final_metric(copy):
     assert plain != tex
     assert minutes.replace("±", r"\pm") in plain.replace(r"\mathbf{", "").replace("}", "")
     assert "Excess objective at the end & small & " in tex
-    assert cells(results)[0][3].text.replace("±", r"\pm") in plain
+    assert results_table(results).rows[0][3].text.replace("±", r"\pm") in plain
 
 
 def test_where_there_is_no_target_nothing_is_never_reached(tmp_path):
@@ -484,7 +487,7 @@ def test_where_there_is_no_target_nothing_is_never_reached(tmp_path):
     tex = (tmp_path / "results.tex").read_text()
     assert "never" not in tex
     assert r"Rounds to target & small & -- & -- \\" in tex
-    assert "never" not in summary_markdown([Entry("small", results)])
+    assert "never" not in summary_markdown([ReportedExperiment("small", results)])
 
 
 def test_a_report_elsewhere_leaves_the_folder_as_it_is(copy, tmp_path):
@@ -496,7 +499,7 @@ def test_a_report_elsewhere_leaves_the_folder_as_it_is(copy, tmp_path):
     assert contents(copy) == before
     names = {path.name for path in copy.iterdir() if path.suffix in (".csv", ".md", ".tex", ".html", ".svg")}
     assert {path.name for path in out.iterdir()} >= names
-    assert "100 s a local step" in (out / "results.md").read_text()
+    assert "100 s per local step" in (out / "results.md").read_text()
     assert str(out / "report.html") in shown.stdout.replace("\n", "")
     both = fadamgc("report", copy, copy.parent / "copy" / ".." / "copy", "--out", tmp_path / "both")
     assert both.exit_code == 0
@@ -598,11 +601,11 @@ def test_the_name_of_the_metric_is_escaped(copy):
     task = SimpleNamespace(metric="R_2 | 100 % <b>[/x]", clients=3)
     spec = results.spec.model_copy(update={"task": task})
     results = dataclasses.replace(results, spec=spec)
-    assert r"R\_2 \textbar{} 100 \% \textless{}b\textgreater{}[/x] at the end" in latex(
-        [Entry("x", results)], ["final"]
+    assert r"R\_2 \textbar{} 100 \% \textless{}b\textgreater{}[/x] at the end" in summary_latex(
+        [ReportedExperiment("x", results)], ["final"]
     )
-    assert r"Final R_2 \| 100 % &lt;b>\[/x\]" in markdown(results)
-    Console(file=io.StringIO()).print(rich_table(results))  # it is not markup
+    assert r"Final R_2 \| 100 % &lt;b>\[/x\]" in results_markdown(results)
+    Console(file=io.StringIO()).print(results_table(results).to_rich(caption(results)))  # it is not markup
 
 
 @pytest.mark.parametrize("start", ["=", "+", "-", "@"])
@@ -625,9 +628,7 @@ def test_the_tables_of_tuning_and_studies_have_no_formulas(copy, tmp_path):
     text += "[tune]\neta_l = [0.05]\neta_g = [1.0]\nrounds = 1\nseeds = [3]\n"
     tune(parse_spec(text, "test"), tmp_path, workers=1, quiet=True)
     assert (tmp_path / "tuning.csv").read_text().splitlines()[1].startswith("'=1,0.05,1.0")
-    from fadamgc.experiments.report.summary import write_summary
-
-    write_summary(tmp_path, [Entry("@here", results)], "title")
+    write_summary(tmp_path, [ReportedExperiment("@here", results)], "title")
     assert (tmp_path / "summary.csv").read_text().splitlines()[1].startswith("'@here,,'=1,")
 
 
@@ -636,7 +637,7 @@ def test_labels_and_names_are_escaped_in_markdown(copy):
     row = (copy / "results.md").read_text().splitlines()[-2]
     assert row.startswith(r"| a \| b \\\| &lt;script>x&lt;/script> \[x\](y) \`z\` \*w\* | ")
     assert len(re.findall(r"(?<!\\)\|", row.replace(r"\\", ""))) == 6
-    text = summary_markdown([Entry("one\n| two <i>", results)])
+    text = summary_markdown([ReportedExperiment("one\n| two <i>", results)])
     assert r"| one\\n\| two &lt;i> | " in text
 
 
@@ -658,7 +659,7 @@ def test_nothing_from_elsewhere_moves_the_cursor(copy, tmp_path):
     runs = {method.label: results.runs["FedAvg"]}
     results = dataclasses.replace(results, spec=spec, runs=runs)
     buffer = io.StringIO()
-    Console(file=buffer, width=120, no_color=True).print(rich_table(results))
+    Console(file=buffer, width=120, no_color=True).print(results_table(results).to_rich(caption(results)))
     assert not set(buffer.getvalue()) & {"\x1b", "\x9b"}
     assert r"a\x1b[2Jb\nc" in buffer.getvalue()
     shown = fadamgc("report", tmp_path / "a\x1b[2Jb")
@@ -705,7 +706,7 @@ def test_a_report_needs_no_class_of_an_algorithm(copy):
 
 def test_the_page_of_a_program_does_not_say_that_run_repeats_it(copy):
     write_report(copy)
-    sentence = "<code>fadamgc run spec.toml</code> makes the same runs again"
+    sentence = "<code>fadamgc run spec.toml</code> repeats the runs"
     assert sentence in (copy / "report.html").read_text()
     write_report(program(copy))
     html = (copy / "report.html").read_text()

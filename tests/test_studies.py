@@ -17,8 +17,9 @@ from fadamgc.cli.main import app
 from fadamgc.errors import InputError
 from fadamgc.experiments.folder import ExperimentFolder
 from fadamgc.experiments.planned_run import PlannedRun
-from fadamgc.experiments.report.numbers import read_results
-from fadamgc.experiments.report.summary import Entry, figure, latex, markdown, table
+from fadamgc.experiments.report.numbers import ReportedExperiment, experiments_frame, read_results
+from fadamgc.experiments.report.plots import summary_figure
+from fadamgc.experiments.report.tables import summary_latex, summary_markdown
 from fadamgc.experiments.run import execution
 from fadamgc.experiments.run.runner import open_folder, run_spec
 from fadamgc.experiments.spec.sections import TuneSpec
@@ -42,11 +43,11 @@ local_steps = 2
 algorithm = "local_adam"
 [[method]]
 algorithm = "fadamgc"
-[[cell]]
+[[experiment]]
 name = "four"
 value = 4
 task = { clients = 4 }
-[[cell]]
+[[experiment]]
 name = "two"
 value = 2
 task = { clients = 2 }
@@ -89,8 +90,8 @@ def fadamgc(*words):
 @pytest.mark.parametrize("name", studies())
 def test_every_study_is_complete_at_both_scales(name, scale):
     study = load_study(name, scale)
-    for cell in study.cells:
-        spec = cell.spec
+    for member in study.members:
+        spec = member.spec
         assert len(spec.run.seeds) == 4
         if name == "theory":  # it has no target: what counts is where a method ends
             assert all("eta_l" in method.hyperparameters for method in spec.methods)
@@ -107,29 +108,31 @@ def test_every_study_is_complete_at_both_scales(name, scale):
 
 @pytest.mark.parametrize("name", studies())
 def test_every_study_names_the_executor_of_its_records(name):
-    assert all(cell.spec.run.executor != "auto" for s in SCALES for cell in load_study(name, s).cells)
+    assert all(member.spec.run.executor != "auto" for s in SCALES for member in load_study(name, s).members)
     records = Path(__file__).parent.parent / "results" / name
     if not records.is_dir():  # the curves are those of other studies
         assert name == "curves"
         return
-    for cell in load_study(name).cells:
-        folder = records if (records / "runs").is_dir() else records / cell.spec.name
+    for member in load_study(name).members:
+        folder = records if (records / "runs").is_dir() else records / member.spec.name
         texts = [gzip.decompress(path.read_bytes()) for path in folder.glob("runs/*/run.json.gz")]
         used = [re.search(rb'"executor": "(\w+)", "compiled"', text)[1].decode() for text in texts]
-        assert mode(used) == cell.spec.run.executor  # timing chose another one for a few
+        assert mode(used) == member.spec.run.executor  # timing chose another one for a few
 
 
 @pytest.mark.parametrize("scale", SCALES)
 def test_the_curves_are_those_of_the_main_studies(scale):
-    for cell, name in zip(load_study("curves", scale).cells, ("main-cifar100", "main-20news"), strict=True):
-        (main,) = load_study(name, scale).cells
+    for member, name in zip(
+        load_study("curves", scale).members, ("main-cifar100", "main-20news"), strict=True
+    ):
+        (main,) = load_study(name, scale).members
         for part in ("task", "run", "cost", "tune", "methods"):
-            assert getattr(cell.spec, part) == getattr(main.spec, part)
+            assert getattr(member.spec, part) == getattr(main.spec, part)
 
 
 @pytest.mark.parametrize("name", ["main-cifar10", "main-cifar100", "main-tinyimagenet"])
 def test_the_main_studies_are_those_of_the_paper(name):
-    (paper,) = load_study(name, "paper").cells
+    (paper,) = load_study(name, "paper").members
     task, run = paper.spec.task, paper.spec.run
     assert [m.label for m in paper.spec.methods] == SEVEN
     assert (task.clients, task.alpha, task.model, run.sampled, run.local_steps) == (
@@ -149,7 +152,7 @@ def test_the_main_studies_are_those_of_the_paper(name):
     assert steps["FAdamGC"] == (1e-3, 0.3 if tiny else 1.0)
     assert steps["FedAdam"] == (1e-2 if tiny else 3e-2, 1e-3)
     assert steps["SCAFFOLD-M"] == (1e-2, 0.3 if tiny else 1.0)
-    (laptop,) = load_study(name, "laptop").cells
+    (laptop,) = load_study(name, "laptop").members
     for key in ("data", "clients", "partition", "alpha"):
         assert getattr(laptop.spec.task, key) == getattr(task, key)
     assert laptop.spec.run.sampled == run.sampled
@@ -157,29 +160,29 @@ def test_the_main_studies_are_those_of_the_paper(name):
 
 
 def test_half_of_the_sampled_clients_are_tracked_however_many_there_are():
-    for cell in load_study("participation").cells:
-        run = cell.spec.run
-        assert run.sampled == cell.value
-        assert {cell.spec.tracked(m) for m in cell.spec.methods} == {run.sampled // 2}
+    for member in load_study("participation").members:
+        run = member.spec.run
+        assert run.sampled == member.value
+        assert {member.spec.tracked(m) for m in member.spec.methods} == {run.sampled // 2}
 
 
 def test_tables_lie_over_tables():
     laptop, paper = (parse_study(SMALL, "here", scale) for scale in SCALES)
-    assert [(c.name, c.value, c.spec.task.clients) for c in laptop.cells] == [("four", 4, 4), ("two", 2, 2)]
-    assert [c.spec.run.target for c in laptop.cells] == [0.4, 0.5]
-    assert [c.spec.run.rounds for c in paper.cells] == [9, 9]
-    assert [m.hyperparameters for m in paper.cells[0].spec.methods] == [{}, {"eta_l": 0.5}]
-    assert {paper.cells[0].spec.tracked(m) for m in paper.cells[0].spec.methods} == {1}
-    assert laptop.cells[0].spec.tracked(laptop.cells[0].spec.methods[0]) is None
-    assert [cell.name for cell in laptop.ordered()] == ["two", "four"]
+    assert [(c.name, c.value, c.spec.task.clients) for c in laptop.members] == [("four", 4, 4), ("two", 2, 2)]
+    assert [c.spec.run.target for c in laptop.members] == [0.4, 0.5]
+    assert [c.spec.run.rounds for c in paper.members] == [9, 9]
+    assert [m.hyperparameters for m in paper.members[0].spec.methods] == [{}, {"eta_l": 0.5}]
+    assert {paper.members[0].spec.tracked(m) for m in paper.members[0].spec.methods} == {1}
+    assert laptop.members[0].spec.tracked(laptop.members[0].spec.methods[0]) is None
+    assert [member.name for member in laptop.ordered()] == ["two", "four"]
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (("fadamgc = 0.5", "fadamg = 0.5"), r"here: \[eta_l\] fadamg is no method"),
-        (('tune_on = "two"', 'tune_on = "three"'), "tune_on='three' is no cell; it has four, two"),
-        (('name = "four"', 'name = "two"'), "two cells have the same name"),
+        (("fadamgc = 0.5", "fadamg = 0.5"), r"here: \[eta_l\] fadamg is not a method"),
+        (('tune_on = "two"', 'tune_on = "three"'), "tune_on='three' is not an experiment; it has four, two"),
+        (('name = "four"', 'name = "two"'), "two experiments have the same name"),
         (("rounds = 9", "runds = 9"), r"\[run\] has no key 'runds'"),
         (("[study]", "[study"), "here: not TOML"),
     ],
@@ -199,13 +202,13 @@ def test_unknown_studies_and_scales_are_refused():
 # That they run
 
 
-def test_a_study_tunes_on_one_cell_and_sums_up_all(tmp_path, monkeypatch):
+def test_a_study_tunes_on_one_experiment_and_sums_up_all(tmp_path, monkeypatch):
     monkeypatch.setattr("fadamgc.paper.study.load_study", lambda *_: parse_study(SMALL, "here", "laptop"))
     shown = fadamgc("reproduce", "small", "--out", tmp_path / "out", "--workers", 1, "--quiet")
     assert shown.exit_code == 0, shown.output
     assert (tmp_path / "out" / "two" / "tuning.csv").exists()
     assert not (tmp_path / "out" / "four" / "tuning.csv").exists()
-    both = [read_results(tmp_path / "out" / cell).spec for cell in ("two", "four")]
+    both = [read_results(tmp_path / "out" / member).spec for member in ("two", "four")]
     steps = [[m.hyperparameters["eta_l"] for m in spec.methods] for spec in both]
     assert steps[0] == steps[1] == [0.01, 0.01]
     with open(tmp_path / "out" / "summary.csv") as file:
@@ -258,8 +261,8 @@ def test_the_laptop_scale_runs_from_end_to_end(data, tmp_path, name):
 def test_the_paper_scale_starts_stops_and_goes_on(data, tmp_path):
     """ResNet-18 with a hundred clients, on a cut-down data set and with fewer local steps."""
     sets.cifar10(data, train=250, test=10)
-    (cell,) = load_study("main-cifar10", "paper").cells
-    spec = cell.spec.only(["fadamgc"]).replace(
+    (member,) = load_study("main-cifar10", "paper").members
+    spec = member.spec.only(["fadamgc"]).replace(
         "run", rounds=2, local_steps=1, sampled=2, seeds=(0,), tracked=1
     )
     spec = spec.model_copy(
@@ -298,7 +301,7 @@ def stop_after(job: PlannedRun, rounds: int):
 
 
 def test_halving_tries_a_few_points_for_long_and_many_for_a_short_time(tmp_path):
-    spec = parse_study(SMALL, "here", "laptop").cells[1].spec
+    spec = parse_study(SMALL, "here", "laptop").members[1].spec
     grid = {
         "eta_l": (1e-9, 1e-4, 1e-3, 1e-2, 0.1, 0.3),
         "eta_g": (0.5, 1.0),
@@ -367,7 +370,7 @@ def test_a_race_chooses_what_the_full_grid_does(count):
 
 
 def test_a_race_makes_fewer_runs(tmp_path):
-    spec = parse_study(SMALL, "here", "laptop").cells[1].spec.replace("run", target=15.0)
+    spec = parse_study(SMALL, "here", "laptop").members[1].spec.replace("run", target=15.0)
     grid = {"eta_l": (1e-9, 1e-8, 1e-7, 1e-2, 0.1), "eta_g": (1.0,), "seeds": (100, 101, 102), "rounds": 18}
     full = tune(spec.replace("tune", **grid), tmp_path / "full", workers=1, quiet=True)
     raced = tune(spec.replace("tune", **grid, search="race"), tmp_path / "race", workers=1, quiet=True)
@@ -385,7 +388,7 @@ def test_a_race_makes_fewer_runs(tmp_path):
 
 
 def test_the_tune_command_writes_the_grid_and_the_tuned_spec(tmp_path):
-    spec = parse_study(SMALL, "here", "laptop").cells[1].spec
+    spec = parse_study(SMALL, "here", "laptop").members[1].spec
     (tmp_path / "spec.toml").write_text(spec.to_toml())
     words = ("--out", tmp_path / "out", "--workers", 1, "--quiet")
     shown = fadamgc("tune", tmp_path / "spec.toml", *words)
@@ -398,25 +401,25 @@ def test_the_tune_command_writes_the_grid_and_the_tuned_spec(tmp_path):
 
 
 @pytest.fixture
-def entries(tmp_path):
+def experiments(tmp_path):
     found = []
-    for cell in parse_study(SMALL, "here", "laptop").cells:
-        spec = cell.spec.replace("run", target=1e9 if cell.name == "two" else 1e-30)
+    for member in parse_study(SMALL, "here", "laptop").members:
+        spec = member.spec.replace("run", target=1e9 if member.name == "two" else 1e-30)
         methods = tuple(m.with_(eta_l=0.01) for m in spec.methods)
-        run_spec(spec.model_copy(update={"methods": methods}), tmp_path / cell.name, workers=1, quiet=True)
-        found.append(Entry(cell.name, read_results(tmp_path / cell.name), cell.value))
+        run_spec(spec.model_copy(update={"methods": methods}), tmp_path / member.name, workers=1, quiet=True)
+        found.append(ReportedExperiment(member.name, read_results(tmp_path / member.name), member.value))
     return found
 
 
-def test_summaries_show_what_was_reached_and_what_was_not(entries):
-    frame = table(entries)
+def test_summaries_show_what_was_reached_and_what_was_not(experiments):
+    frame = experiments_frame(experiments)
     assert frame["runs_reached"].tolist() == [0, 0, 2, 2]
-    text = markdown(entries)
+    text = summary_markdown(experiments)
     assert "| four | never (0/2) | never (0/2) |" in text
     assert "| two | **1.0 ± 0.0** | **1.0 ± 0.0** |" in text
-    tex = latex(entries)
+    tex = summary_latex(experiments)
     assert r"\mathbf{1.0} \pm 0.0" in tex
     assert "never (0/2)" in tex
-    assert tex.count(r"\\") == 1 + 2 * len(entries)
-    drawn = figure(entries, "clients", "title")
+    assert tex.count(r"\\") == 1 + 2 * len(experiments)
+    drawn = summary_figure(experiments, "clients", "title")
     assert len(drawn.axes) == 2

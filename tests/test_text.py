@@ -538,7 +538,7 @@ def test_a_run_leaves_an_adapter_that_peft_alone_reads(bases, folders, tmp_path,
     for words, why in (
         ([str(folder), " "], "the text is empty"),
         ([str(folder), "one", "two"], "glue/sst2 has sentence; give 1 text"),
-        ([str(tmp_path / "out"), "one"], f"no run on texts: there is no adapter in it; it has {folder}"),
+        ([str(tmp_path / "out"), "one"], f"not a run on texts: there is no adapter in it; it has {folder}"),
         ([f"{folder}0", "one"], f"there is no such folder; did you mean '{folder}'?"),
     ):
         shown = CliRunner().invoke(app, ["predict", *words])
@@ -563,13 +563,13 @@ def test_labels_have_names(folders):
     ],
 )
 def test_the_papers_language_studies_run_and_resume(bases, folders, tmp_path, name, scale, kind):
-    (cell,) = load_study(name, scale).cells
-    assert [m.label for m in cell.spec.methods] == [
+    (member,) = load_study(name, scale).members
+    assert [m.label for m in member.spec.methods] == [
         *("FedAvg-M", "SCAFFOLD-M", "FedAdam", "FedAMS", "LocalAdam", "FA-NT", "FAdamGC")
     ]
-    assert (cell.spec.run.local_epochs, cell.spec.run.sampled, cell.spec.task.clients) == (1, 10, 100)
-    sets.texts(folders, cell.spec.task.data, train=300, test=30)
-    spec = cell.spec.replace("task", model=bases[kind], train_samples=None, length=16)
+    assert (member.spec.run.local_epochs, member.spec.run.sampled, member.spec.task.clients) == (1, 10, 100)
+    sets.texts(folders, member.spec.task.data, train=300, test=30)
+    spec = member.spec.replace("task", model=bases[kind], train_samples=None, length=16)
     spec = spec.replace("run", rounds=2, seeds=(0,), eval_every=1, batch_size=2)
     spec = spec.model_copy(update={"methods": spec.methods[-1:], "tune": None})
     out = tmp_path / "out"

@@ -55,8 +55,8 @@ def mlflow(
     if uri is not None and uri.startswith("file:"):
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow refuses folders without it
     client = MlflowClient(tracking_uri=uri)
-    known = client.get_experiment_by_name(experiment)
-    experiment_id = known.experiment_id if known else client.create_experiment(experiment)
+    existing = client.get_experiment_by_name(experiment)
+    experiment_id = existing.experiment_id if existing else client.create_experiment(experiment)
     run = client.create_run(experiment_id, run_name=name).info.run_id
     for key, value in (parameters or {}).items():
         client.log_param(run, key, value)

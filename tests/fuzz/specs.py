@@ -142,8 +142,8 @@ def prepare(shared: Path) -> None:
     root = Path(__file__).parents[2]
     for name in studies():
         for scale in SCALES:
-            for i, cell in enumerate(load_study(name, scale).cells[:2]):
-                (found / f"{name}-{scale}-{i}.toml").write_text(cell.spec.to_toml())
+            for i, member in enumerate(load_study(name, scale).members[:2]):
+                (found / f"{name}-{scale}-{i}.toml").write_text(member.spec.to_toml())
     blocks = re.findall(r"```toml\n(.*?)```", (root / "docs" / "specs.md").read_text(), re.DOTALL)
     for i, block in enumerate(blocks):
         (found / f"docs-{i}.toml").write_text(block)

@@ -180,31 +180,30 @@ def reproduce(
     - `fadamgc reproduce main-cifar10 --data-root ~/data`
     - `fadamgc reproduce heterogeneity --scale laptop --seeds 2 --resume`
     """
-    from fadamgc.experiments.report.write import write_study_report
     from fadamgc.experiments.run.progress import duration
-    from fadamgc.paper.study import load_study, write_study
+    from fadamgc.paper.study import load_study, write_study, write_study_report
 
     use_data(data_root)
     _use_trackers(track)
     study = load_study(name, scale)
     folder = out or Path("out") / f"{name}-{scale}"
     options = RunOptions(workers, quiet, resume, overwrite)
-    single, began = len(study.cells) == 1, time.perf_counter()
+    single, began = len(study.members) == 1, time.perf_counter()
     if not single:
         write_study(study, folder)
     tuned: Spec | None = None
-    for number, cell in enumerate(study.ordered(), start=1):
+    for number, member in enumerate(study.ordered(), start=1):
         if not single:
             spent = time.perf_counter() - began
             left = f"; about {duration(spent * study.left(number - 1))} left" if number > 1 else ""
-            say(f"{study.name}: {cell.name} ({number} of {len(study.cells)}{left})")
-        spec = _adjusted(cell.spec, None, seeds, rounds, methods)
+            say(f"{study.name}: {member.name} ({number} of {len(study.members)}{left})")
+        spec = _adjusted(member.spec, None, seeds, rounds, methods)
         if tuned is not None:
             spec = spec.with_steps_of(tuned)
         has_steps = all("eta_l" in method.hyperparameters for method in spec.methods)
         search = (not has_steps if tune is None else tune) and spec.tune is not None and tuned is None
         results = _run_and_report(spec, folder if single else folder / spec.name, search, options)
-        if study.tune_on == cell.name:
+        if study.tune_on == member.name:
             tuned = results.spec
     if not single:
         for path in write_study_report(folder):

@@ -73,8 +73,8 @@ def report(
     - `fadamgc report out/main-cifar10-laptop out/main-cifar100-laptop --out out/both`
     """
     from fadamgc.experiments.folder import SPEC, ExperimentFolder
-    from fadamgc.experiments.report.write import write_report, write_reports, write_study_report
-    from fadamgc.paper.study import read_study
+    from fadamgc.experiments.report.write import write_report, write_reports
+    from fadamgc.paper.study import read_study, write_study_report
 
     targets: dict[Path, Path] = {}  # by the folder of each experiment: the folder of its report
     targets_of_arguments = _targets(folders, out)
@@ -167,7 +167,7 @@ def keep(
 
     Example: `fadamgc keep out/main-cifar10-laptop results/main-cifar10`
     """
-    from fadamgc.experiments.report.write import keep as copy
+    from fadamgc.paper.study import keep as copy
 
     total = copy(folder, to)
     say(f"{to}: {total / 1e6:.1f} MB")
@@ -244,7 +244,7 @@ def partition(
     """
     import numpy as np
 
-    from fadamgc.experiments.report.label_plot import save_label_picture
+    from fadamgc.experiments.report.label_plot import save_label_plot
     from fadamgc.tasks.build import label_counts
     from fadamgc.tasks.sections import task_spec
 
@@ -262,7 +262,7 @@ def partition(
         raise InputError(f"data={data!r} has no labels to plot; use --data digits")
     sizes, classes = labels.counts.sum(axis=1), (labels.counts > 0).sum(axis=1)
     try:
-        save_label_picture(labels.counts, out, title=f"{labels.note} (seed {seed})")
+        save_label_plot(labels.counts, out, title=f"{labels.note} (seed {seed})")
     except OSError as error:
         raise InputError(f"out={str(out)!r} cannot be written: {error.strerror}") from None
     console = terminal()
@@ -277,10 +277,10 @@ def partition(
 
 def show(results: Results, folder: Path, seconds: float | None = None) -> None:
     """Print the table of an experiment and the path of its report."""
-    from fadamgc.experiments.report.write import rich_table
+    from fadamgc.experiments.report.tables import caption, results_table
 
     console = terminal()
-    console.print(rich_table(results))
+    console.print(results_table(results).to_rich(caption(results)))
     for reasons in results.damaged.values():
         for reason in reasons:
             say(f"warning: {reason}; the tables are without this run, `fadamgc run --resume` runs it again")

@@ -92,21 +92,21 @@ class ExperimentFolder:
 
     def load(self) -> SavedExperiment:
         """Read the spec and all saved runs; at least one must be finished."""
-        spec, planned = self.read_plan()
+        spec, plan = self.read_plan()
         runs: dict[str, list[Run]] = {method.label: [] for method in spec.methods}
         diverged: dict[str, list[str]] = {method.label: [] for method in spec.methods}
         damaged: dict[str, list[str]] = {method.label: [] for method in spec.methods}
-        for one in planned:
-            label = one.method.label
+        for planned in plan:
+            label = planned.method.label
             try:
-                run = one.load()
+                run = planned.load()
             except CheckpointError as error:
-                damaged[label].append(f"{one.name}: {error}")
+                damaged[label].append(f"{planned.name}: {error}")
                 continue
             if run is not None:
                 runs[label].append(run)
-            elif (reason := one.diverged()) is not None:
-                diverged[label].append(f"{one.name}: {reason}")
+            elif (reason := planned.diverged()) is not None:
+                diverged[label].append(f"{planned.name}: {reason}")
         if not any(runs.values()):
             reasons = [reason for all_of in (*damaged.values(), *diverged.values()) for reason in all_of]
             why = "".join(f"\n{reason}" for reason in reasons) if reasons else "; run it first"
@@ -125,28 +125,28 @@ class ExperimentFolder:
                 "has written"
             )
         saved = [read_run(path) for path in folders]
-        planned = [PlannedRun.of_saved(run, path) for run, path in zip(saved, folders, strict=True)]
-        first = planned[0]
-        for other in planned[1:]:
-            for key, value, expected in _settings_of(other, first):
+        plan = [PlannedRun.of_saved(run, path) for run, path in zip(saved, folders, strict=True)]
+        first = plan[0]
+        for other in plan[1:]:
+            for key, value, expected in _shared_settings(other, first):
                 if value != expected:
                     raise InputError(
                         f"folder={str(self.path)!r} has no {SPEC}, and its runs have different settings: "
                         f"{key}={expected!r} in {first.folder.name}, {value!r} in {other.folder.name}; "
                         "give a folder for each"
                     )
-        per_method = any(one.run.tracked != first.run.tracked for one in planned)
+        per_method = any(planned.run.tracked != first.run.tracked for planned in plan)
         methods = _distinct(
             [
-                one.method.model_copy(update={"tracked": one.run.tracked if per_method else None})
-                for one in planned
+                planned.method.model_copy(update={"tracked": planned.run.tracked if per_method else None})
+                for planned in plan
             ]
         )
         report = saved[0].settings.get(REPORT, {})
         name = re.sub(r"[^\w .-]", "-", str(report.get("experiment", self.path.resolve().name)))
         title = report.get("title", f"{saved[0].settings['task']}, {first.task.clients} clients")
         run = {
-            "seeds": tuple(dict.fromkeys(one.seed for one in planned)),
+            "seeds": tuple(dict.fromkeys(planned.seed for planned in plan)),
             "tracked": None if per_method else first.run.tracked,
         }
         tables = {
@@ -158,8 +158,8 @@ class ExperimentFolder:
             "methods": tuple(method for i, method in enumerate(methods) if method not in methods[:i]),
         }
         spec = Spec.from_table(tables, f"the runs of {self.path}:")
-        pairs = zip(planned, methods, strict=True)
-        return spec, [PlannedRun.of(spec, method, one.seed, one.folder) for one, method in pairs]
+        pairs = zip(plan, methods, strict=True)
+        return spec, [PlannedRun.of(spec, method, planned.seed, planned.folder) for planned, method in pairs]
 
     # Writing.
 
@@ -256,10 +256,10 @@ def _is_leftover(name: str) -> bool:
     return name in (LOCK, ".writable") or (name.startswith(".") and name.endswith(".tmp"))
 
 
-def _settings_of(one: PlannedRun, first: PlannedRun) -> Iterator[tuple[str, Any, Any]]:
+def _shared_settings(planned: PlannedRun, first: PlannedRun) -> Iterator[tuple[str, Any, Any]]:
     """Yield the settings that all runs of an experiment share: name, and the values of two runs."""
     for section in ("task", "run", "cost"):
-        values, expected = (getattr(run, section).model_dump() for run in (one, first))
+        values, expected = (getattr(run, section).model_dump() for run in (planned, first))
         for key in values.keys() | expected.keys():
             if not (section == "run" and key in ("seeds", "tracked")):
                 yield key, values.get(key), expected.get(key)
@@ -269,9 +269,13 @@ def _distinct(methods: list[MethodSpec]) -> list[MethodSpec]:
     """Name in the labels of different methods of the same label the settings in which they differ."""
     settings = [{"algorithm": m.algorithm, "tracked": m.tracked} | m.hyperparameters for m in methods]
     result = []
-    for method, own in zip(methods, settings, strict=True):
-        others = [s for m, s in zip(methods, settings, strict=True) if m.slug == method.slug]
-        differing = [f"{key}={own[key]!r}" for key in own if any(o.get(key) != own[key] for o in others)]
+    for method, values in zip(methods, settings, strict=True):
+        rivals = [s for m, s in zip(methods, settings, strict=True) if m.slug == method.slug]
+        differing = [
+            f"{key}={value!r}"
+            for key, value in values.items()
+            if any(rival.get(key) != value for rival in rivals)
+        ]
         label = f"{method.label} ({', '.join(differing)})" if differing else method.label
         result.append(method.model_copy(update={"label": label}))
     return result

@@ -42,7 +42,7 @@ class Point:
     rounds: float | None  # to the target, mean over those seeds
     final: float | None  # metric at the end, mean over the seeds that did not diverge
     diverged: int  # seeds whose updates or final metric were not finite
-    goal: str  # whether a high metric is good, "max", or a low one, "min"
+    goal: str  # "max" if a high metric is good, "min" if a low one is
     tried: int = 0  # rounds for which it was tried
     seeds: int = 1  # number of seeds with which it was tried
 
@@ -122,14 +122,14 @@ def tune(
     results: dict[Key, list[Run | None]] = {}
 
     def try_points(rounds: int, pairs: Pairs, seeds: Sequence[int]) -> list[Point]:
-        planned = tuning_plan(spec, out, rounds, pairs, seeds)
-        todo = [one for one in planned if not (resume and is_done(one, warn))]
+        plan = tuning_plan(spec, out, rounds, pairs, seeds)
+        todo = [planned for planned in plan if not (resume and is_done(planned, warn))]
         before = sum(map(len, results.values()))
-        runner.execute(todo, done=before + len(planned) - len(todo))
-        for one in planned:
-            steps = one.method.hyperparameters
-            key = (one.method.label, steps["eta_l"], steps["eta_g"], rounds)
-            results.setdefault(key, []).append(one.saved())
+        runner.execute(todo, done=before + len(plan) - len(todo))
+        for planned in plan:
+            steps = planned.method.hyperparameters
+            key = (planned.method.label, steps["eta_l"], steps["eta_g"], rounds)
+            results.setdefault(key, []).append(planned.saved())
         return [_point(key, runs, spec.run.target) for key, runs in results.items()]
 
     pairs = {method.label: list(product(grid.eta_l, grid.eta_g)) for method in spec.methods}
@@ -200,17 +200,17 @@ def tuning_plan(
     short = spec.model_copy(update={"run": spec.run.model_copy(update=run)})
     all_pairs = list(product(grid.eta_l, grid.eta_g))
     folder = out / TUNING if rounds == grid.rounds else out / TUNING / f"{rounds}-rounds"
-    planned = []
+    plan = []
     for method in spec.methods:
         for eta_l, eta_g in all_pairs if pairs is None else pairs[method.label]:
             changed = method.with_(eta_l=eta_l, eta_g=eta_g)
             for seed in grid.seeds if seeds is None else seeds:
                 name = f"eta_l-{eta_l!r}-eta_g-{eta_g!r}-seed{seed}"
                 detail = f"eta_l={eta_l:g} eta_g={eta_g:g}"
-                planned.append(
+                plan.append(
                     PlannedRun.of(short, changed, seed, folder / method.slug / name, grid.validation, detail)
                 )
-    return planned
+    return plan
 
 
 def with_best_steps(spec: Spec, points: list[Point]) -> Tuned:

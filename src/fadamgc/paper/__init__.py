@@ -1,1 +1,1 @@
-"""The paper's own experiments: published numbers, studies, comparison with our runs, and theory."""
+"""The paper's experiments: published numbers, studies, comparison with our runs, and theory."""

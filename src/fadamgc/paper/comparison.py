@@ -1,4 +1,4 @@
-"""One page with all results of a folder, beside what the paper reports: where the order agrees, where not.
+"""One page with all results of a folder next to the paper's: where the order of methods agrees, where not.
 
 python -m fadamgc.paper.comparison results docs/results.md
 """
@@ -13,280 +13,231 @@ from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple
 
-from fadamgc.escape import markdown as markdown_text
-from fadamgc.experiments.folder import SPEC
+from fadamgc.escape import markdown as escaped
+from fadamgc.experiments.folder import ExperimentFolder
 from fadamgc.experiments.report.numbers import (
-    DASH,
-    DIVERGED,
+    TO_TARGET,
+    ReportedExperiment,
     Results,
     Row,
     Spread,
-    caption,
     read_results,
-    rows,
 )
-from fadamgc.experiments.report.summary import Entry
-from fadamgc.experiments.report.summary import markdown as tables_of
-from fadamgc.experiments.report.write import markdown as table_of
-from fadamgc.experiments.report.write import read_entries
+from fadamgc.experiments.report.tables import (
+    DASH,
+    Cell,
+    Table,
+    caption,
+    final_cell,
+    results_markdown,
+    summary_markdown,
+    text_rows,
+    to_target,
+)
 from fadamgc.files import write_atomic
 from fadamgc.paper import theory
 from fadamgc.paper.published import BETA2, MAIN, PaperRow
-from fadamgc.paper.study import STUDY, SavedStudy, read_study
+from fadamgc.paper.study import STUDY, SavedStudy, read_members, read_study
 
 ORDER = (
     *("digits", "main-cifar10", "main-cifar100", "main-tinyimagenet", "main-20news", "main-qnli", "main-qqp"),
     *("main-sst2", "curves", "heterogeneity", "tracking", "participation", "beta2", "theory", "har"),
 )
-NOTES = "notes.md"  # what is known about why, written by hand, beside the results
+NOTES = "notes.md"  # explanations, written by hand, in the folder of the records
 CLEAR = 2.0  # standard errors between two means whose order is called clear
+LEVEL = 0.9  # a number of rounds below this share of another is called smaller
 
 
 # Which of two methods is ahead.
 
 
 def ahead(one: Row, other: Row, measure: str) -> int | None:
-    """-1 if the one needs less to the target, 1 if the other does, 0 if that is not clear; None: neither gets
-    there."""
+    """Return -1 if ``one`` needs less to the target, 1 if ``other`` does, 0 if it is not clear.
+
+    None: neither reaches the target.
+    """
     if not one.reached and not other.reached:
         return None
     if abs(one.reached - other.reached) >= 2 or not one.reached or not other.reached:
         return -1 if one.reached > other.reached else 1
-    a, b = getattr(one, measure), getattr(other, measure)
-    error = math.hypot(_error(a, one.reached), _error(b, other.reached))
+    a: Spread = getattr(one, measure)
+    b: Spread = getattr(other, measure)
+    error = math.hypot(a.std / math.sqrt(one.reached), b.std / math.sqrt(other.reached))
     if math.isnan(error) or abs(a.mean - b.mean) <= CLEAR * error:
         return 0
     return -1 if a.mean < b.mean else 1
 
 
-def _error(spread: Spread, count: int) -> float:
-    return spread.std / math.sqrt(count)
-
-
 class Agreement(NamedTuple):
-    """How the pairs of methods stand to the paper's order."""
+    """Pairs of methods, by how their order compares with the paper's."""
 
-    same: list[tuple[str, str]]  # labels, the one that is ahead here first
+    same: list[tuple[str, str]]  # labels, first the method that is ahead here
     opposite: list[tuple[str, str]]
     open: list[tuple[str, str]]  # too close, or neither reaches the target
 
 
-def agreement(paper: Mapping[str, float], found: Sequence[Row], measure: str) -> Agreement:
-    """The pairs of methods that the paper has, too; ``paper`` has its means by the method's label."""
+def agreement(paper: Mapping[str, float], rows: Sequence[Row], measure: str) -> Agreement:
+    """Compare the order of those pairs of methods that the paper has; ``paper``: means by label."""
     result = Agreement([], [], [])
-    known = [row for row in found if row.method.label in paper]
-    for one, other in combinations(known, 2):
+    for one, other in combinations([row for row in rows if row.method.label in paper], 2):
         a, b = one.method.label, other.method.label
-        theirs = -1 if paper[a] < paper[b] else 1
         ours = ahead(one, other, measure)
         if not ours:
             result.open.append((a, b))
         else:
-            first = (a, b) if ours < 0 else (b, a)
-            (result.same if ours == theirs else result.opposite).append(first)
+            same = (ours < 0) == (paper[a] < paper[b])
+            (result.same if same else result.opposite).append((a, b) if ours < 0 else (b, a))
     return result
 
 
-def _sentence(agreed: Agreement, what: str) -> str:
-    total = sum(map(len, agreed))
+def _sentence(agreed: Agreement, measure: str) -> str:
     text = (
-        f"- **{what}**: of {total} pairs of methods {len(agreed.same)} are in the paper's order, "
-        f"{len(agreed.opposite)} in the opposite one, {len(agreed.open)} cannot be told apart here."
+        f"- **{measure.capitalize()}**: of {sum(map(len, agreed))} pairs of methods {len(agreed.same)} are "
+        f"in the paper's order, {len(agreed.opposite)} in the opposite order, and {len(agreed.open)} "
+        "cannot be told apart here."
     )
     if agreed.opposite:
         text += " Opposite: " + "; ".join(f"{a} ahead of {b}" for a, b in agreed.opposite) + "."
     return text
 
 
-def _beside_paper(results: Results, row: PaperRow, by: Callable[[Row], str]) -> str:
-    """A table with the paper's row and ours, and how the orders compare."""
-    found = rows(results)
-    labels = [one.method.label for one in found]
-    lines = [
-        "| | " + " | ".join(map(markdown_text, labels)) + " |",
-        "|:--" + "|--:" * len(labels) + "|",
-    ]
-    for measure in ("rounds", "minutes"):
-        theirs = getattr(row, measure)
-        numbers = [theirs.get(by(one)) for one in found]
-        cells = [DASH if number is None else f"{number[0]:g} ± {number[1]:g}" for number in numbers]
-        lines.append(f"| {measure} to {row.target:.0%}, paper | " + " | ".join(cells) + " |")
-        ours = [_reached(one, getattr(one, measure)) for one in found]
-        lines.append(f"| {measure} to {results.target}, here | " + " | ".join(ours) + " |")
-    finals = [_final(one) for one in found]
-    lines.append("| accuracy at the end, here | " + " | ".join(finals) + " |")
-    steps = [f"{one.method.make().eta_l:g}, {getattr(one.method.make(), 'eta_g', 1):g}" for one in found]
-    lines.append("| eta_l, eta_g, here | " + " | ".join(steps) + " |")
-    said = []
-    for measure in ("rounds", "minutes"):
-        paper = {
-            one.method.label: getattr(row, measure)[by(one)][0]
-            for one in found
-            if by(one) in getattr(row, measure)
-        }
-        said.append(_sentence(agreement(paper, found, measure), measure.capitalize()))
-    return "\n".join(lines) + "\n\n" + "\n".join(said) + "\n"
+def _next_to_paper(results: Results, published: PaperRow, key: Callable[[Row], str]) -> str:
+    """Tabulate the paper's numbers and ours, and compare the orders; ``key``: a method's name there."""
+    rows = results.rows
+    lines, sentences = [], []
+    for measure in TO_TARGET:
+        numbers = getattr(published, measure)
+        paper = {row.method.label: numbers[key(row)] for row in rows if key(row) in numbers}
+        pairs = [paper.get(row.method.label) for row in rows]
+        theirs = [DASH if pair is None else f"{pair[0]:g} ± {pair[1]:g}" for pair in pairs]
+        lines.append([f"{measure} to {published.target:.0%}, paper", *theirs])
+        ours = [to_target(results, row, measure).text for row in rows]
+        lines.append([f"{measure} to {results.target}, here", *ours])
+        means = {label: mean for label, (mean, _) in paper.items()}
+        sentences.append(_sentence(agreement(means, rows, measure), measure))
+    lines.append(["final accuracy, here", *(final_cell(row, row.final, ".1%").text for row in rows)])
+    algorithms = [row.method.make() for row in rows]
+    steps = [f"{algorithm.eta_l:g}, {getattr(algorithm, 'eta_g', 1):g}" for algorithm in algorithms]
+    lines.append(["eta_l, eta_g, here", *steps])
+    labels = [row.method.label for row in rows]
+    table = Table(["", *labels], text_rows(lines), "l" + "r" * len(labels))
+    return table.to_markdown() + "\n" + "\n".join(sentences) + "\n"
 
 
-def _final(row: Row) -> str:
-    if row.all_diverged:
-        return DIVERGED
-    note = f" ({row.diverged}/{row.runs} {DIVERGED})" if row.diverged else ""
-    return f"{row.final.mean:.1%} ± {row.final.std:.1%}{note}" if row.runs else DASH
-
-
-def _reached(row: Row, spread: Spread) -> str:
-    if not row.runs:
-        return DASH
-    if row.all_diverged and not row.reached:
-        return DIVERGED
-    if not row.reached:
-        return f"never (0/{row.runs})"
-    std = "" if math.isnan(spread.std) else f" ± {spread.std:.1f}"
-    note = "" if row.reached == row.runs else f" ({row.reached}/{row.runs})"
-    return f"{spread.mean:.1f}{std}{note}"
-
-
-# What the paper says about its figures, looked at here.
+# The paper's statements about its figures, checked here.
 
 
 class Claim(NamedTuple):
-    """A statement of the paper's, what was found, and the numbers."""
+    """A statement of the paper, whether it holds here, and our numbers."""
 
     paper: str
-    holds: bool | None  # None: cannot be said
+    holds: bool | None  # None: not clear
     numbers: str
 
 
 def _claims_table(claims: Sequence[Claim]) -> str:
-    words = {True: "yes", False: "**no**", None: "not clear"}
-    lines = ["| The paper | Here | Numbers |", "|:--|:--|:--|"]
-    lines += [f"| {claim.paper} | {words[claim.holds]} | {claim.numbers} |" for claim in claims]
-    return "\n".join(lines) + "\n"
+    answers = {True: Cell("yes"), False: Cell("no", bold=True), None: Cell("not clear")}
+    lines = [[Cell(claim.paper), answers[claim.holds], Cell(claim.numbers)] for claim in claims]
+    return Table(["The paper", "Here", "Numbers"], lines, "lll").to_markdown()
 
 
-def _row(entry: Entry, algorithm: str) -> Row | None:
-    return next((row for row in rows(entry.results) if row.method.algorithm == algorithm), None)
+def _row(experiment: ReportedExperiment, algorithm: str) -> Row | None:
+    return next((row for row in experiment.results.rows if row.method.algorithm == algorithm), None)
 
 
-def _ahead(entry: Entry, one: str, other: str, measure: str) -> tuple[bool | None, str]:
-    """Whether one algorithm is ahead of another, and the two numbers."""
-    a, b = _row(entry, one), _row(entry, other)
+def _ahead(
+    claim: str, experiment: ReportedExperiment, one: str, other: str, measure: str, place: str = ""
+) -> Claim:
+    """Claim that one algorithm is ahead of another."""
+    a, b = _row(experiment, one), _row(experiment, other)
     if a is None or b is None:
-        return None, DASH
-    found = ahead(a, b, measure)
-    text = " and ".join(f"{row.method.label} {_reached(row, getattr(row, measure))}" for row in (a, b))
-    return None if not found else found < 0, text
+        return Claim(claim, None, DASH)
+    order = ahead(a, b, measure)
+    cells = [f"{row.method.label} {to_target(experiment.results, row, measure).text}" for row in (a, b)]
+    return Claim(claim, None if not order else order < 0, place + " and ".join(cells))
 
 
-def _ahead_at(entry: Entry, one: str, other: str, measure: str) -> tuple[bool | None, str]:
-    """As ``_ahead``, with the place."""
-    found, text = _ahead(entry, one, other, measure)
-    return found, text if text == DASH else f"{entry.name}: {text}"
+def _ratio(experiment: ReportedExperiment, one: str, other: str) -> float:
+    """Return the rounds of one algorithm over those of another; NaN where one does not reach the target."""
+    a, b = _row(experiment, one), _row(experiment, other)
+    return math.nan if a is None or b is None else a.rounds.mean / b.rounds.mean
 
 
-def _ratio(entry: Entry, one: str, other: str, measure: str) -> float:
-    a, b = _row(entry, one), _row(entry, other)
-    if a is None or b is None or not a.reached or not b.reached:
-        return math.nan
-    ratio: float = getattr(a, measure).mean / getattr(b, measure).mean
-    return ratio
-
-
-def _heterogeneity(entries: Sequence[Entry]) -> list[Claim]:
-    most, least = entries[0], entries[-1]
-    gaps = [_ratio(entry, "local_adam", "fadamgc", "rounds") for entry in (most, least)]
+def _heterogeneity(experiments: Sequence[ReportedExperiment]) -> list[Claim]:
+    most, least = experiments[0], experiments[-1]
+    gaps = [_ratio(experiment, "local_adam", "fadamgc") for experiment in (most, least)]
     known = not any(map(math.isnan, gaps))
-    said = f"LocalAdam's rounds over FAdamGC's: {gaps[0]:.2f} at {most.name}, {gaps[1]:.2f} at {least.name}"
+    text = f"LocalAdam's rounds over FAdamGC's: {gaps[0]:.2f} at {most.name}, {gaps[1]:.2f} at {least.name}"
+    copes = "FAdamGC copes better with such clients than FA-NT"
+    largest = "The gap to LocalAdam in rounds is largest where clients differ most"
+    minutes = "In minutes, FAdamGC is ahead of LocalAdam where clients differ most"
+    place = f"{most.name}: "
     return [
-        Claim(
-            "The gap to LocalAdam in rounds is largest where clients differ most",
-            known and gaps[0] > gaps[1],
-            said,
-        ),
-        Claim("and negligible where they are alike (within 10 %)", known and abs(gaps[1] - 1) <= 0.1, said),
-        Claim(
-            "In minutes, FAdamGC is ahead of LocalAdam where clients differ most",
-            *_ahead_at(most, "fadamgc", "local_adam", "minutes"),
-        ),
-        Claim("FAdamGC copes better than FA-NT", *_ahead_at(most, "fadamgc", "fa_nt", "rounds")),
+        Claim(largest, known and gaps[0] > gaps[1], text),
+        Claim("and negligible where they are alike (within 10 %)", known and abs(gaps[1] - 1) <= 0.1, text),
+        _ahead(minutes, most, "fadamgc", "local_adam", "minutes", place),
+        _ahead(copes, most, "fadamgc", "fa_nt", "rounds", place),
     ]
 
 
-LEVEL = 0.9  # fewer rounds than this share are fewer
-
-
-def _tracking(entries: Sequence[Entry]) -> list[Claim]:
+def _tracking(experiments: Sequence[ReportedExperiment]) -> list[Claim]:
     claims = []
-    for group in dict.fromkeys(entry.group for entry in entries):
-        own = sorted((e for e in entries if e.group == group), key=lambda e: e.value or 0)
+    for group in dict.fromkeys(experiment.group for experiment in experiments):
+        members = sorted((e for e in experiments if e.group == group), key=lambda e: e.value or 0)
         for algorithm in ("fa_nt", "fadamgc"):
-            found = [(entry, row) for entry in own if (row := _row(entry, algorithm)) is not None]
-            if len(found) < 2:
+            pairs = [(e.value or 0, row) for e in members if (row := _row(e, algorithm)) is not None]
+            if len(pairs) < 2:
                 continue
-            label = found[0][1].method.label
-            if not all(row.reached for _, row in found):
-                never = ", ".join(f"S~ = {e.value:g}" for e, row in found if not row.reached)
-                claims.append(Claim(f"{group}, {label}: reaches the target", False, f"never with {never}"))
+            subject = f"{group}, {pairs[0][1].method.label}"
+            never = ", ".join(f"S~ = {value:g}" for value, row in pairs if not row.reached)
+            if never:
+                claims.append(Claim(f"{subject}: reaches the target", False, f"never with {never}"))
                 continue
-            few, many = found[0][1].rounds.mean, found[-1][1].rounds.mean
-            values = ", ".join(f"{row.rounds.mean:.1f} (S~ = {e.value:g})" for e, row in found)
-            claims.append(
-                Claim(
-                    f"{group}, {label}: rounds grow slowly as S~ falls (to at most twice as many)",
-                    LEVEL * many <= few <= 2 * many,
-                    f"rounds {values}",
-                )
-            )
-            best = min(found, key=lambda pair: pair[1].minutes.mean)
-            claims.append(
-                Claim(
-                    f"{group}, {label}: some S~ < S takes the fewest minutes",
-                    best[0] is not found[-1][0],
-                    f"fewest at S~ = {best[0].value:g}: {best[1].minutes.mean:.2f}; "
-                    f"at S~ = S: {found[-1][1].minutes.mean:.2f}",
-                )
-            )
+            few, many = pairs[0][1].rounds.mean, pairs[-1][1].rounds.mean
+            rounds = ", ".join(f"{row.rounds.mean:.1f} (S~ = {value:g})" for value, row in pairs)
+            slowly = f"{subject}: rounds grow slowly as S~ falls (to at most twice as many)"
+            claims.append(Claim(slowly, LEVEL * many <= few <= 2 * many, f"rounds {rounds}"))
+            value, best = min(pairs, key=lambda pair: pair[1].minutes.mean)
+            last = pairs[-1][1]
+            minutes = f"fewest at S~ = {value:g}: {best.minutes.mean:.2f}; at S~ = S: {last.minutes.mean:.2f}"
+            fewest = f"{subject}: some S~ below S takes the fewest minutes"
+            claims.append(Claim(fewest, best is not last, minutes))
     return claims
 
 
-def _participation(entries: Sequence[Entry]) -> list[Claim]:
+def _participation(experiments: Sequence[ReportedExperiment]) -> list[Claim]:
     return [
-        Claim(f"{entry.name}: FAdamGC is ahead of {other}", *_ahead(entry, "fadamgc", algorithm, "rounds"))
-        for entry in entries
+        _ahead(f"{e.name}: FAdamGC is ahead of {other}", e, "fadamgc", algorithm, "rounds")
+        for e in experiments
         for algorithm, other in (("fa_nt", "FA-NT"), ("local_adam", "LocalAdam"))
     ]
 
 
-def _theory(entries: Sequence[Entry]) -> list[Claim]:
-    exact = [entry for entry in entries if entry.results.spec.task.data == "quadratics"]
+def _theory(experiments: Sequence[ReportedExperiment]) -> list[Claim]:
     claims = []
-    for entry in exact:
+    for experiment in experiments:
+        if experiment.results.spec.task.data != "quadratics":
+            continue
         finals = {
-            row.method.label: math.inf if row.diverged else row.final.mean for row in rows(entry.results)
+            row.method.label: math.inf if row.diverged else row.final.mean for row in experiment.results.rows
         }
-        said = ", ".join(f"{label} {value:.1e}" for label, value in finals.items())
+        text = ", ".join(f"{label} {value:.1e}" for label, value in finals.items())
         stall = min(value for label, value in finals.items() if not label.startswith("FAdamGC"))
         claims.append(
             Claim(
-                f"{entry.name}: FAdamGC reaches the optimum, the others stall",
+                f"{experiment.name}: FAdamGC reaches the optimum, the others stall",
                 finals["FAdamGC"] < 1e-12 < 1e-9 < stall,
-                f"squared gradient norm at the end: {said}",
+                f"squared gradient norm at the end: {text}",
             )
         )
-    for group, method, slope in theory.speed_ups(theory.bounds(entries)):
+    for group, method, slope in theory.speed_ups(theory.bounds(experiments)):
         if not group.startswith("Exact"):
-            claims.append(
-                Claim(
-                    f"{group}, {method}: falls at least as fast as 1/sqrt(n K)",
-                    slope <= -0.45,
-                    f"exponent of n K: {slope:.2f}",
-                )
-            )
+            claim = f"{group}, {method}: falls at least as fast as 1/sqrt(n K)"
+            claims.append(Claim(claim, slope <= -0.45, f"exponent of n K: {slope:.2f}"))
     return claims
 
 
-CLAIMS: dict[str, Callable[[Sequence[Entry]], list[Claim]]] = {
+CLAIMS: dict[str, Callable[[Sequence[ReportedExperiment]], list[Claim]]] = {
     "heterogeneity": _heterogeneity,
     "tracking": _tracking,
     "participation": _participation,
@@ -298,22 +249,23 @@ CLAIMS: dict[str, Callable[[Sequence[Entry]], list[Claim]]] = {
 
 INTRODUCTION = """# Results
 
-Everything on this page is made from the records under `results/` by
+The command
 
     python -m fadamgc.paper.comparison results docs/results.md
 
-but for the paragraphs called *Why*, which are written by hand (`notes.md` beside the records). A section's
-name is that of the study: `fadamgc reproduce NAME --scale laptop` runs it. The laptop scale has the paper's
-data, clients, participation and methods, but a smaller network, fewer local steps and a lower target, and
-step sizes tuned on one grid for all methods. So orders are to be compared with the paper's, numbers are
-not. An order is called clear if the means are more than two standard errors apart, or if one method reaches
-the target with at least two seeds more than the other.
+makes this page from the records under `results/`, except for the paragraphs called *Why*, which are written
+by hand (`notes.md` next to the records). The name of a section is the name of a study: `fadamgc reproduce
+NAME --scale laptop` runs it. The laptop scale has the paper's data, clients, participation and methods, but a
+smaller network, fewer local steps, a lower target, and step sizes tuned on one grid for all methods. So
+compare the order of the methods with the paper's, not the numbers. An order is called clear if the means are
+more than two standard errors apart, or if one method reaches the target with at least two more seeds than the
+other.
 """
 
 
 def page(root: Path, to: Path) -> str:
-    """The page, with links that work from where it is written to."""
-    folders = [path for path in root.iterdir() if (path / SPEC).is_file() or (path / STUDY).is_file()]
+    """Render the page, with links relative to the file that it will be written to."""
+    folders = [path for path in root.iterdir() if ExperimentFolder(path).has_spec or (path / STUDY).is_file()]
 
     def place(folder: Path) -> tuple[int, str]:
         return (ORDER.index(folder.name) if folder.name in ORDER else len(ORDER), folder.name)
@@ -322,7 +274,7 @@ def page(root: Path, to: Path) -> str:
     for folder in sorted(folders, key=place):
         link = os.path.relpath(folder, to.parent)
         study = read_study(folder)
-        body = _single(folder, link) if study is None else _several(folder, study, link)
+        body = _experiment(folder, link) if study is None else _study(folder, study, link)
         notes = folder / NOTES
         if notes.is_file():
             body += f"\n**Why.** {notes.read_text(encoding='utf-8').strip()}\n"
@@ -330,46 +282,45 @@ def page(root: Path, to: Path) -> str:
     return "\n".join(parts)
 
 
-def _single(folder: Path, link: str) -> str:
+def _experiment(folder: Path, link: str) -> str:
     results = read_results(folder)
-    parts = [f"{markdown_text(caption(results))}. {_setting(results)} ([records]({link}))\n"]
+    parts = [f"{escaped(caption(results))}. {_setting(results)} ([records]({link}))\n"]
     if folder.name in MAIN:
-        parts.append(_beside_paper(results, MAIN[folder.name], lambda row: row.method.algorithm))
+        parts.append(_next_to_paper(results, MAIN[folder.name], lambda row: row.method.algorithm))
     else:
-        parts.append("Not in the paper.\n\n" + table_of(results))
+        parts.append("Not in the paper.\n\n" + results_markdown(results))
     parts.append(f"![Accuracy over rounds and minutes]({link}/curves.png)\n")
     return "\n".join(parts)
 
 
-def _several(folder: Path, study: SavedStudy, link: str) -> str:
-    entries = read_entries(folder, study)
-    first = entries[0].results
-    parts = [f"{markdown_text(study.title)}. {_setting(first)} ([records]({link}))\n"]
+def _study(folder: Path, study: SavedStudy, link: str) -> str:
+    experiments = read_members(folder, study)
+    setting = _setting(experiments[0].results)
+    parts = [f"{escaped(study.title)}. {setting} ([records]({link}))\n"]
     if study.name == "beta2":
-        for entry in entries:
-            known = _beside_paper(entry.results, BETA2[entry.name], lambda row: row.method.label)
-            parts.append(f"### {markdown_text(entry.name)}\n\n{known}")
+        for experiment in experiments:
+            table = _next_to_paper(experiment.results, BETA2[experiment.name], lambda row: row.method.label)
+            parts.append(f"### {escaped(experiment.name)}\n\n{table}")
     else:
-        parts.append(tables_of(entries, study.measures))
+        parts.append(summary_markdown(experiments, study.measures))
     if study.name in CLAIMS:
-        parts.append(_claims_table(CLAIMS[study.name](entries)))
+        parts.append(_claims_table(CLAIMS[study.name](experiments)))
     if study.axis is not None:
         parts.append(f"![The measures over the axis]({link}/summary.png)\n")
     if (folder / "bounds.md").is_file():
-        parts.append(theory.markdown(theory.bounds(entries)))
+        parts.append(theory.bounds_markdown(theory.bounds(experiments)))
         parts.append(f"![Bounds]({link}/bounds.png)\n")
     return "\n".join(parts)
 
 
 def _setting(results: Results) -> str:
-    spec = results.spec
-    run, task = spec.run, spec.task
+    run, task = results.spec.run, results.spec.task
     sampled = run.sampled or task.clients
     local = f"K = {run.local_steps}" if run.local_steps else f"{run.local_epochs} local epochs"
-    batch = f"batches of {run.batch_size}" if run.batch_size else "whole batches"
+    batch = f"batches of {run.batch_size}" if run.batch_size else "full batches"
     model = getattr(task, "model", "linear model")
-    size = getattr(task, "shrink", 1)
-    shrunk = f" on pictures shrunk {size} times" if size > 1 else ""
+    shrink = getattr(task, "shrink", 1)
+    shrunk = f" on images shrunk {shrink} times" if shrink > 1 else ""
     return f"Model {model}{shrunk}, n = {task.clients}, S = {sampled}, {local}, {batch}."
 
 

@@ -1,4 +1,4 @@
-"""What the paper reports: rounds and simulated minutes to its targets, mean and standard deviation."""
+"""The paper's numbers: rounds and simulated minutes to its targets, mean and standard deviation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Numbers: TypeAlias = dict[str, tuple[float, float]]  # by method: mean and stand
 
 
 class PaperRow(NamedTuple):
-    """A data set of a table."""
+    """The numbers of one data set."""
 
     target: float  # accuracy
     rounds: Numbers

@@ -1,12 +1,12 @@
-"""The paper's experiments: one or several specs under a name, at two scales.
+"""The paper's experiments as studies: sets of specs under a name, at two scales.
 
-A study is a TOML file with the sections of a spec and, beside them,
+A study is a TOML file with the sections of a spec and, in addition,
 
 - ``[laptop.*]`` and ``[paper.*]``: what differs between the scales; ``[paper.eta_l]`` and ``[paper.eta_g]``
-  have a step size for each algorithm,
-- ``[[cell]]``: one spec each, with what differs from the others; ``value`` is where it stands on the axis
-  of a figure. Without cells the study is a single spec.
-- ``[study]``: ``axis``, the name of that axis; ``tune_on``, the cell whose step sizes all cells use; and
+  have a step size per algorithm,
+- ``[[experiment]]``: one spec each, with what differs from the others; ``value`` is its place on the axis
+  of a figure. Without these tables the study is a single spec.
+- ``[study]``: ``axis``, the title of that axis; ``tune_on``, the experiment whose step sizes all use; and
   ``measures``, what tables and figure show.
 """
 
@@ -19,165 +19,90 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias, get_args
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from fadamgc.errors import InputError, nearest
-from fadamgc.experiments.report.summary import TITLES, TO_TARGET
+from fadamgc.experiments.folder import SPEC, ExperimentFolder
+from fadamgc.experiments.report.numbers import MEASURES, TO_TARGET, ReportedExperiment
+from fadamgc.experiments.report.write import (
+    check_inside,
+    copy_files,
+    kept_files,
+    read_experiment,
+    write_files,
+    write_summary,
+)
 from fadamgc.experiments.spec.sections import STEPS, Spec, folder_name
 from fadamgc.experiments.spec.toml_io import preset, presets, spec_of
-from fadamgc.files import write_atomic
+from fadamgc.federation.cost import CostModel
+from fadamgc.paper.theory import bounds_files
 
 Scale: TypeAlias = Literal["laptop", "paper"]
-SCALES: tuple[Scale, ...] = ("laptop", "paper")
+SCALES: tuple[Scale, ...] = get_args(Scale)
 
 
 @dataclass(frozen=True)
-class Cell:
-    """One spec of a study."""
+class Member:
+    """One experiment of a study."""
 
     name: str
     spec: Spec
     value: float | None = None  # on the axis of a figure
-    group: str | None = None  # cells that are drawn together
-    axis: str | None = None  # if theirs is not the study's
+    group: str | None = None  # members of a group are drawn together
+    axis: str | None = None  # if it differs from the study's
 
 
 @dataclass(frozen=True)
 class Study:
-    """Specs that belong together."""
+    """Experiments that belong together."""
 
     name: str
     title: str
     scale: Scale
-    cells: tuple[Cell, ...]
+    members: tuple[Member, ...]
     axis: str | None = None
     tune_on: str | None = None
     measures: tuple[str, ...] = TO_TARGET
 
     def left(self, done: int) -> float:
-        """How much of the study is left after some of its ordered cells, as a share of what was done."""
-        work = [_work(cell.spec) for cell in self.ordered()]
+        """Return how much work is left after ``done`` of the ordered members, relative to the work done."""
+        work = [_client_steps(member.spec) for member in self.ordered()]
         return sum(work[done:]) / sum(work[:done])
 
-    def ordered(self) -> tuple[Cell, ...]:
-        """The cells, the one whose step sizes the others use first."""
-        return tuple(sorted(self.cells, key=lambda cell: cell.name != self.tune_on))
+    def ordered(self) -> tuple[Member, ...]:
+        """Return the members, first the one whose step sizes the others use."""
+        return tuple(sorted(self.members, key=lambda member: member.name != self.tune_on))
 
 
-def _work(spec: Spec) -> float:
-    """Client-steps of an experiment; an epoch counts as one."""
+def _client_steps(spec: Spec) -> float:
+    """Count the local steps of all clients; an epoch counts as one step."""
     run = spec.run
     sampled = run.sampled or spec.task.clients
     return len(spec.methods) * len(run.seeds) * run.rounds * sampled * (run.local_steps or 1)
 
 
+# Studies of the package.
+
+
 def studies() -> tuple[str, ...]:
-    """Names of the studies that come with the package; every preset is one, too."""
+    """List the studies of the package; every preset is also a study."""
     return tuple(sorted({*_files(), *presets()}))
 
 
 def load_study(name: str, scale: str = "laptop") -> Study:
-    """A study that comes with the package."""
+    """Load a study of the package."""
     if name not in studies():
         known = studies()
         raise InputError(f"study {name!r} is not known{nearest(name, known)}; known are {', '.join(known)}")
     if scale not in SCALES:
         raise InputError(f"scale={scale!r} is not accepted; it must be 'laptop' or 'paper'")
+    known_scale: Scale = "laptop" if scale == "laptop" else "paper"
     if name in presets():  # small enough for every scale
         spec = preset(name)
-        return Study(
-            name, spec.title or name, "laptop" if scale == "laptop" else "paper", (Cell(name, spec),)
-        )
-    text = _files()[name].read_text(encoding="utf-8")
-    return parse_study(text, f"study {name}", "laptop" if scale == "laptop" else "paper")
-
-
-def parse_study(text: str, source: str, scale: Scale) -> Study:
-    """A study from the text of its file; messages name the source."""
-    try:
-        tables = tomllib.loads(text)
-        return _study(tables, scale)
-    except tomllib.TOMLDecodeError as error:
-        raise InputError(f"{source}: not TOML: {error}") from None
-    except InputError as error:
-        lines = str(error).splitlines()
-        raise InputError("\n".join(f"{source}: {line}" for line in lines)) from None
-
-
-# In the folder of a study with several cells: which of them are where.
-
-STUDY = "study.json"
-
-
-class SavedCell(NamedTuple):
-    """A cell of a study in a folder."""
-
-    name: str
-    folder: str
-    value: float | None
-    group: str | None
-    axis: str | None
-
-
-class SavedStudy(NamedTuple):
-    """A study in a folder."""
-
-    name: str
-    title: str
-    scale: str
-    axis: str | None
-    measures: list[str]
-    cells: list[SavedCell]
-
-
-def write_study(study: Study, folder: Path) -> None:
-    """Write down what will be in the folder; another study that is there is not replaced."""
-    cells = [SavedCell(c.name, c.spec.name, c.value, c.group, c.axis)._asdict() for c in study.cells]
-    facts = SavedStudy(study.name, study.title, study.scale, study.axis, list(study.measures), [])
-    there = read_study(folder)
-    if there is not None and (there.name, there.scale) != (study.name, study.scale):
-        raise InputError(
-            f"out={str(folder)!r} holds the study {there.name} at scale {there.scale}; give another folder"
-        )
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomic(folder / STUDY, json.dumps(facts._asdict() | {"cells": cells}, indent=1).encode())
-    except OSError as error:
-        raise InputError(f"out={str(folder)!r} cannot be written: {error.strerror}") from None
-
-
-def read_study(folder: Path) -> SavedStudy | None:
-    """The study in a folder, or None."""
-    path = folder / STUDY
-    if not path.is_file():
-        return None
-    try:
-        facts = json.loads(path.read_bytes())
-        cells = [SavedCell(**cell) for cell in facts["cells"]]
-        study = SavedStudy(**facts | {"cells": cells})
-        texts = [study.name, study.title, study.scale, *(cell.name for cell in cells)]
-        texts += [text for text in (study.axis, *(t for c in cells for t in (c.group, c.axis))) if text]
-        if not all(isinstance(text, str) for text in texts):
-            raise TypeError("its names must be texts")
-        if not all(isinstance(cell.value, int | float | None) for cell in cells):
-            raise TypeError("the value of a cell must be a number")
-        if not isinstance(study.measures, list) or not all(measure in TITLES for measure in study.measures):
-            raise ValueError(f"measures={study.measures!r}; known are {', '.join(TITLES)}")
-        for cell in cells:
-            folder_name(cell.folder)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise InputError(f"{path}: not what `fadamgc reproduce` wrote there ({error})") from None
-    for cell in cells:
-        check_inside(folder, folder / cell.folder, f"{path}: folder")
-    return study
-
-
-def check_inside(folder: Path, path: Path, name: str) -> None:
-    """Refuse a path that leads out of a folder, by ``..`` or by a symbolic link; the name is the error's."""
-    if not path.resolve().is_relative_to(folder.resolve()):
-        raise InputError(
-            f"{name}={str(path)!r} leads out of {str(folder)!r}; give a folder without such links"
-        )
+        return Study(name, spec.title or name, known_scale, (Member(name, spec),))
+    return parse_study(_files()[name].read_text(encoding="utf-8"), f"study {name}", known_scale)
 
 
 def _files() -> dict[str, Any]:
@@ -185,39 +110,50 @@ def _files() -> dict[str, Any]:
     return {f.name.removesuffix(".toml"): f for f in folder.iterdir() if f.name.endswith(".toml")}
 
 
+def parse_study(text: str, source: str, scale: Scale) -> Study:
+    """Parse the text of a study; error messages name the source."""
+    try:
+        return _study(tomllib.loads(text), scale)
+    except tomllib.TOMLDecodeError as error:
+        raise InputError(f"{source}: not TOML: {error}") from None
+    except InputError as error:
+        lines = str(error).splitlines()
+        raise InputError("\n".join(f"{source}: {line}" for line in lines)) from None
+
+
 def _study(tables: dict[str, Any], scale: Scale) -> Study:
-    facts = tables.pop("study", {})
-    cells = tables.pop("cell", [{}])
-    at = {name: tables.pop(name, {}) for name in SCALES}
-    made = []
-    for cell in cells:
-        own = {name: cell.pop(name, {}) for name in SCALES}
-        name = cell.pop("name", tables["name"])
-        value, group, axis = (cell.pop(key, None) for key in ("value", "group", "axis"))
+    settings = tables.pop("study", {})
+    experiments = tables.pop("experiment", [{}])
+    at_scale = {name: tables.pop(name, {}) for name in SCALES}[scale]
+    members = []
+    for experiment in experiments:
+        member_at_scale = {name: experiment.pop(name, {}) for name in SCALES}[scale]
+        name = experiment.pop("name", tables["name"])
+        value, group, axis = (experiment.pop(key, None) for key in ("value", "group", "axis"))
         merged = tables
-        for more in (at[scale], cell, own[scale]):
-            merged = _merged(merged, more)
-        if len(cells) > 1:
+        for changes in (at_scale, experiment, member_at_scale):
+            merged = _merged(merged, changes)
+        if len(experiments) > 1:
             merged |= {"name": re.sub(r"[^\w.-]+", "-", name).strip("-"), "title": name}
-        made.append(Cell(name, spec_of(_with_steps(merged)), value, group, axis))
-    names = [cell.name for cell in made]
-    tune_on = facts.get("tune_on")
+        members.append(Member(name, spec_of(_with_steps(merged)), value, group, axis))
+    names = [member.name for member in members]
+    tune_on = settings.get("tune_on")
     if len(set(names)) != len(names):
-        raise InputError(f"two cells have the same name: {', '.join(names)}")
+        raise InputError(f"two experiments have the same name: {', '.join(names)}")
     if tune_on is not None and tune_on not in names:
-        raise InputError(f"[study] tune_on={tune_on!r} is no cell; it has {', '.join(names)}")
-    measures = tuple(facts.get("measures", TO_TARGET))
+        raise InputError(f"[study] tune_on={tune_on!r} is not an experiment; it has {', '.join(names)}")
+    measures = tuple(settings.get("measures", TO_TARGET))
     for measure in measures:
-        if measure not in TITLES:
-            raise InputError(f"[study] measures: {measure!r} is not known; known are {', '.join(TITLES)}")
+        if measure not in MEASURES:
+            raise InputError(f"[study] measures: {measure!r} is not known; known are {', '.join(MEASURES)}")
     title = tables.get("title", tables["name"])
-    return Study(tables["name"], title, scale, tuple(made), facts.get("axis"), tune_on, measures)
+    return Study(tables["name"], title, scale, tuple(members), settings.get("axis"), tune_on, measures)
 
 
-def _merged(base: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """Tables over tables; ``every_method`` holds keys for all methods; lists are replaced."""
+def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge tables into tables; ``every_method`` has keys for all methods; lists are replaced."""
     result = dict(base)
-    for key, value in more.items():
+    for key, value in changes.items():
         if key == "every_method":
             result["method"] = [method | value for method in result.get("method", [])]
         elif isinstance(value, dict) and isinstance(result.get(key), dict):
@@ -228,16 +164,123 @@ def _merged(base: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_steps(tables: dict[str, Any]) -> dict[str, Any]:
-    """The step sizes given by algorithm, as keys of the methods."""
-    steps = {key: tables.get(key, {}) for key in STEPS}
-    rest = {key: value for key, value in tables.items() if key not in steps}
-    for key, values in steps.items():
-        known = {method.get("algorithm") for method in rest.get("method", [])}
-        for algorithm in values:
+    """Move the step sizes that are given by algorithm into the methods."""
+    methods = tables.get("method", [])
+    known = {method.get("algorithm") for method in methods}
+    for key in STEPS:
+        sizes = tables.get(key, {})
+        for algorithm in sizes:
             if algorithm not in known:
-                raise InputError(f"[{key}] {algorithm} is no method of the study")
-        rest["method"] = [
-            method | ({key: values[method["algorithm"]]} if method.get("algorithm") in values else {})
-            for method in rest.get("method", [])
+                raise InputError(f"[{key}] {algorithm} is not a method of the study")
+        methods = [
+            method | ({key: sizes[method["algorithm"]]} if method.get("algorithm") in sizes else {})
+            for method in methods
         ]
-    return rest
+    return {key: value for key, value in tables.items() if key not in STEPS} | {"method": methods}
+
+
+# The folder of a study with several experiments: study.json names them, each has a folder.
+
+STUDY = "study.json"
+KEPT = (
+    *(STUDY, "summary.csv", "summary.md", "summary.tex", "summary.png"),
+    *("bounds.csv", "bounds.md", "bounds.png"),
+)
+
+
+class SavedMember(BaseModel):
+    """An experiment of a study in a folder."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    name: str
+    folder: Annotated[str, AfterValidator(folder_name)]
+    value: int | float | None
+    group: str | None
+    axis: str | None
+
+
+class SavedStudy(BaseModel):
+    """A study in a folder."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    name: str
+    title: str
+    scale: str
+    axis: str | None
+    measures: list[Literal["rounds", "minutes", "final", "average"]]
+    members: list[SavedMember] = Field(alias="cells")
+
+
+def write_study(study: Study, folder: Path) -> None:
+    """Write ``study.json``; another study in the folder is not replaced."""
+    old = read_study(folder)
+    if old is not None and (old.name, old.scale) != (study.name, study.scale):
+        raise InputError(
+            f"out={str(folder)!r} holds the study {old.name} at scale {old.scale}; give another folder"
+        )
+    cells = [
+        {"name": m.name, "folder": m.spec.name, "value": m.value, "group": m.group, "axis": m.axis}
+        for m in study.members
+    ]
+    facts = {"name": study.name, "title": study.title, "scale": study.scale, "axis": study.axis}
+    saved = facts | {"measures": study.measures, "cells": cells}
+    write_files(folder, {STUDY: json.dumps(saved, indent=1).encode()})
+
+
+def read_study(folder: Path) -> SavedStudy | None:
+    """Read the study in a folder; None if there is none."""
+    path = folder / STUDY
+    if not path.is_file():
+        return None
+    try:
+        study = SavedStudy.model_validate(json.loads(path.read_bytes()))
+    except (ValueError, RecursionError) as error:
+        reason = str(error)
+        if isinstance(error, ValidationError):
+            first = error.errors()[0]
+            reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise InputError(f"{path}: not what `fadamgc reproduce` wrote there ({reason})") from None
+    for member in study.members:
+        check_inside(folder, folder / member.folder, f"{path}: folder")
+    return study
+
+
+def read_members(folder: Path, study: SavedStudy, cost: CostModel | None = None) -> list[ReportedExperiment]:
+    """Read those experiments of a study that have run."""
+    return [
+        read_experiment(folder / member.folder, cost)._replace(
+            name=member.name, value=member.value, group=member.group, axis=member.axis
+        )
+        for member in study.members
+        if ExperimentFolder(folder / member.folder).has_spec
+    ]
+
+
+def write_study_report(
+    folder: str | Path, cost: CostModel | None = None, out: str | Path | None = None
+) -> list[Path]:
+    """Write the tables, figures and page of a study into its folder, or into another."""
+    folder = Path(folder)
+    study = read_study(folder)
+    if study is None:
+        raise InputError(f"folder={str(folder)!r} holds no {STUDY}; `fadamgc reproduce` writes one")
+    experiments = read_members(folder, study, cost)
+    to = folder if out is None else out
+    return write_summary(to, experiments, study.title, study.axis, study.measures, bounds_files(experiments))
+
+
+def keep(folder: str | Path, to: str | Path) -> int:
+    """Copy the records, tables and some figures of an experiment or a study; return the bytes written.
+
+    ``fadamgc report`` makes the rest again from the copy.
+    """
+    folder, to = Path(folder), Path(to)
+    study = read_study(folder)
+    if study is None and not ExperimentFolder(folder).has_experiment:
+        raise InputError(
+            f"folder={str(folder)!r} holds no {SPEC} and no {STUDY}; run an experiment there first"
+        )
+    paths = [path for name in KEPT if (path := folder / name).is_file()] + kept_files(folder)
+    for member in () if study is None else study.members:
+        paths += kept_files(folder / member.folder)
+    return copy_files(folder, to, paths)

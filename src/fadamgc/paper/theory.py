@@ -1,4 +1,4 @@
-"""What the theorems promise, beside what was measured, on problems whose constants are known.
+"""The bounds of the theorems next to measurements, on problems whose constants are known.
 
 For beta_2 > 0 and eps > 0 the appendix bounds the mean of E|grad f(x^t)|^2 over T rounds by
 
@@ -18,7 +18,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -26,13 +25,11 @@ import numpy as np
 import torch
 
 from fadamgc.escape import csv_bytes, printable
-from fadamgc.escape import markdown as markdown_text
-from fadamgc.experiments.report.numbers import DIVERGED, Spread, mean_of
-from fadamgc.experiments.report.plots import colour, png, svg
-from fadamgc.experiments.report.summary import Entry
+from fadamgc.experiments.report.numbers import ReportedExperiment, Spread, mean_of
+from fadamgc.experiments.report.plots import colour, image_files, tidy
+from fadamgc.experiments.report.tables import DIVERGED, Table, text_rows
 from fadamgc.experiments.spec.sections import MethodSpec, Spec
 from fadamgc.federation.run import Run
-from fadamgc.files import write_atomic
 from fadamgc.methods.fa_nt import FANT
 from fadamgc.methods.fadamgc import FAdamGC
 from fadamgc.tasks.build import build_task, synthetic
@@ -43,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class Constants(NamedTuple):
-    """What the assumptions name. Those that hold for all x are taken at the first x and at the optimum."""
+    """The constants of the assumptions; those for all x are taken at the first x and the optimum."""
 
     L: float  # smoothness of every f_i
     F: float  # f(x^1) - f*
@@ -53,7 +50,7 @@ class Constants(NamedTuple):
 
 
 class Bound(NamedTuple):
-    """A theorem beside a measurement."""
+    """The bound of a theorem next to a measurement."""
 
     experiment: str
     group: str | None
@@ -61,23 +58,25 @@ class Bound(NamedTuple):
     n: int
     K: int
     T: int
-    norm: str  # what is bounded: the mean over the rounds of "|grad f|^2" or "|grad f|"
+    norm: str  # the bound is on the mean over the rounds of "|grad f|^2" or "|grad f|"
     measured: float  # NaN if every run diverged
     leading: float  # the term with 1/sqrt(n K T)
-    rest: float  # all others
+    rest: float  # all other terms
 
 
 def constants(spec: Spec, seed: int) -> Constants:
-    """The constants of the problem that a seed's run solves."""
+    """Return the constants of the problem that the run of a seed solves."""
     assert isinstance(spec.task, LinearRegressionTask | QuadraticsTask)
     return _constants(spec.task, spec.run.batch_size, seed)
 
 
 @functools.lru_cache(maxsize=1024)
-def _constants(of: LinearRegressionTask | QuadraticsTask, batch_size: int | None, seed: int) -> Constants:
-    problem = synthetic(of, seed)
-    task = build_task(of, seed)
-    start = torch.cat([p.detach().flatten() for p in task.model.parameters()]).double()
+def _constants(
+    task_spec: LinearRegressionTask | QuadraticsTask, batch_size: int | None, seed: int
+) -> Constants:
+    problem = synthetic(task_spec, seed)
+    model = build_task(task_spec, seed).model
+    start = torch.cat([p.detach().flatten() for p in model.parameters()]).double()
     clients = [(X.numpy(), Y.numpy()[:, 0]) for X, Y in problem.clients]
     optimum = problem.optimum.numpy()
 
@@ -86,23 +85,23 @@ def _constants(of: LinearRegressionTask | QuadraticsTask, batch_size: int | None
 
     sigma, G, B = 0.0, 0.0, 0.0
     for w in (start.numpy(), optimum):
-        each = [X * (X @ w - Y)[:, None] for X, Y in clients]  # gradients of single samples
-        means = [g.mean(axis=0) for g in each]
-        whole = np.mean(means, axis=0)
-        for g, mean in zip(each, means, strict=True):
+        gradients = [X * (X @ w - Y)[:, None] for X, Y in clients]  # of single samples
+        means = [g.mean(axis=0) for g in gradients]
+        grad_f = np.mean(means, axis=0)
+        for g, mean in zip(gradients, means, strict=True):
             m = len(g)
             batch = min(batch_size or m, m)
-            left = (m - batch) / (m - 1) if m > 1 else 0.0  # a batch is drawn without replacement
-            variance = float(np.mean(((g - mean) ** 2).sum(axis=1))) * left / batch
+            correction = (m - batch) / (m - 1) if m > 1 else 0.0  # batches are drawn without replacement
+            variance = float(np.mean(((g - mean) ** 2).sum(axis=1))) * correction / batch
             sigma = max(sigma, math.sqrt(variance))
             G = max(G, float(np.linalg.norm(g, axis=1).max()))
-            B = max(B, float(np.linalg.norm(mean - whole)))
+            B = max(B, float(np.linalg.norm(mean - grad_f)))
     L = max(float(np.linalg.eigvalsh(X.T @ X / len(X))[-1]) for X, _ in clients)
     return Constants(L, f(start.numpy()) - f(optimum), sigma, G, B)
 
 
 def bound(c: Constants, method: MethodSpec, n: int, K: int, T: int) -> tuple[str, float, float] | None:
-    """What is bounded, the leading term, and the others; None where no theorem applies."""
+    """Return the bounded norm, the leading term and the sum of the others; None where no theorem applies."""
     algo = method.make()
     if not isinstance(algo, FAdamGC | FANT):
         return None
@@ -120,30 +119,33 @@ def bound(c: Constants, method: MethodSpec, n: int, K: int, T: int) -> tuple[str
     return "|grad f|^2", 2 * leading, (c.L * c.F + moments + drift) / T
 
 
-def bounds(entries: Sequence[Entry]) -> list[Bound]:
-    """The theorems beside the runs of experiments whose metric is the squared norm of the gradient."""
-    found = []
-    for entry in entries:
-        spec = entry.results.spec
+def bounds(experiments: Sequence[ReportedExperiment]) -> list[Bound]:
+    """Compare theorems with the runs of experiments whose metric is the squared norm of the gradient."""
+    lines = []
+    for experiment in experiments:
+        spec = experiment.results.spec
         if spec.task.metric != "squared gradient norm" or spec.run.local_steps is None:
             continue
         n, K, T = spec.task.clients, spec.run.local_steps, spec.run.rounds
         for method in spec.methods:
-            runs = entry.results.runs[method.label]
-            each = [bound(constants(spec, run.settings["seed"]), method, n, K, T) for run in runs]
-            known = [one for one in each if one is not None]
-            if not known:
+            runs = experiment.results.runs[method.label]
+            terms = [
+                term
+                for run in runs
+                if (term := bound(constants(spec, run.settings["seed"]), method, n, K, T)) is not None
+            ]
+            if not terms:
                 continue
-            norm = known[0][0]
-            found.append(
+            norm = terms[0][0]
+            lines.append(
                 Bound(
-                    *(entry.name, entry.group, method.label, n, K, T, norm),
+                    *(experiment.name, experiment.group, method.label, n, K, T, norm),
                     measured=Spread.of([_mean_norm(run, squared=norm.endswith("2")) for run in runs]).mean,
-                    leading=fmean(one[1] for one in known),
-                    rest=fmean(one[2] for one in known),
+                    leading=fmean(leading for _, leading, _ in terms),
+                    rest=fmean(rest for _, _, rest in terms),
                 )
             )
-    return found
+    return lines
 
 
 def _mean_norm(run: Run, squared: bool) -> float:
@@ -152,92 +154,78 @@ def _mean_norm(run: Run, squared: bool) -> float:
 
 
 def slope(lines: Sequence[Bound]) -> float:
-    """The exponent p of measured ~ (n K)^p, by least squares on logarithms."""
+    """Return the exponent p of measured ~ (n K)^p, by least squares on logarithms."""
     x = np.log([line.n * line.K for line in lines])
     y = np.log([line.measured for line in lines])
     return float(np.polyfit(x, y, 1)[0])
 
 
 def speed_ups(lines: Sequence[Bound]) -> list[tuple[str, str, float]]:
-    """Group, method and slope, where there are several n K."""
-    found = []
-    for group, method in dict.fromkeys((line.group or "", line.method) for line in lines):
-        own = [
-            line for line in lines if (line.group or "", line.method) == (group, method) and line.measured > 0
-        ]
-        if len({line.n * line.K for line in own}) > 1:
-            found.append((group, method, slope(own)))
-    return found
+    """List group, method and slope of those that have several values of n K."""
+    by_method: dict[tuple[str, str], list[Bound]] = {}
+    for line in lines:
+        by_method.setdefault((line.group or "", line.method), []).append(line)
+    slopes = []
+    for (group, method), members in by_method.items():
+        positive = [line for line in members if line.measured > 0]
+        if len({line.n * line.K for line in positive}) > 1:
+            slopes.append((group, method, slope(positive)))
+    return slopes
 
 
-def markdown(lines: Sequence[Bound]) -> str:
-    """The tables in Markdown."""
+def bounds_markdown(lines: Sequence[Bound]) -> str:
+    """Render the bounds and the slopes as tables in Markdown."""
+    header = ["Experiment", "Method", "n", "K", "T", "bounded", "measured", "leading term", "other terms"]
     rows = [
-        "| Experiment | Method | n | K | T | bounded | measured | leading term | other terms |",
-        "|:--|:--|--:|--:|--:|:--|--:|--:|--:|",
-        *(
-            f"| {markdown_text(b.experiment)} | {markdown_text(b.method)} | {b.n} | {b.K} | {b.T} | "
-            f"mean of {markdown_text(b.norm)} | {_measured(b)} | {b.leading:.3g} | {b.rest:.3g} |"
-            for b in lines
-        ),
+        (
+            *(b.experiment, b.method, f"{b.n}", f"{b.K}", f"{b.T}", f"mean of {b.norm}"),
+            DIVERGED if math.isnan(b.measured) else f"{b.measured:.3g}",
+            *(f"{b.leading:.3g}", f"{b.rest:.3g}"),
+        )
+        for b in lines
     ]
-    fits = [
-        "| Group | Method | measured ~ (n K)^p, p = |",
-        "|:--|:--|--:|",
-        *(
-            f"| {markdown_text(group)} | {markdown_text(method)} | {p:.2f} |"
-            for group, method, p in speed_ups(lines)
-        ),
+    slopes = [(group, method, f"{p:.2f}") for group, method, p in speed_ups(lines)]
+    tables = [
+        Table(header, text_rows(rows), "llrrrlrrr"),
+        Table(["Group", "Method", "measured ~ (n K)^p, p ="], text_rows(slopes), "llr"),
     ]
-    return "\n".join(rows) + "\n\nThe leading terms have p = -0.5.\n\n" + "\n".join(fits) + "\n"
+    return "\nThe leading terms have p = -0.5.\n\n".join(table.to_markdown() for table in tables)
 
 
-def _measured(line: Bound) -> str:
-    return DIVERGED if math.isnan(line.measured) else f"{line.measured:.3g}"
-
-
-def figure(lines: Sequence[Bound]) -> Figure:
-    """What was measured, and the leading terms, over n K."""
+def bounds_figure(lines: Sequence[Bound]) -> Figure:
+    """Draw the measurements and the leading terms over n K."""
     from matplotlib.figure import Figure
 
     norms = list(dict.fromkeys(line.norm for line in lines))
-    made = Figure(figsize=(5.5 * len(norms), 4), layout="constrained")
-    for norm, panel in zip(norms, made.subplots(1, len(norms), squeeze=False)[0], strict=True):
-        own = [line for line in lines if line.norm == norm]
-        methods = list(dict.fromkeys(line.method for line in own))
+    figure = Figure(figsize=(5.5 * len(norms), 4), layout="constrained")
+    for norm, panel in zip(norms, figure.subplots(1, len(norms), squeeze=False)[0], strict=True):
+        of_norm = [line for line in lines if line.norm == norm]
+        methods = list(dict.fromkeys(line.method for line in of_norm))
         for number, method in enumerate(methods):
-            shade = colour(number, len(methods))
-            points = sorted((b.n * b.K, b.measured, b.leading) for b in own if b.method == method)
+            shade, label = colour(number, len(methods)), printable(method)
+            points = sorted((b.n * b.K, b.measured, b.leading) for b in of_norm if b.method == method)
             x, measured, leading = zip(*points, strict=True)
-            named = printable(method)
-            panel.plot(x, measured, "o", color=shade, label=f"{named}, measured")
-            panel.plot(x, leading, "--", color=shade, label=f"{named}, leading term")
+            panel.plot(x, measured, "o", color=shade, label=f"{label}, measured")
+            panel.plot(x, leading, "--", color=shade, label=f"{label}, leading term")
         panel.set_xscale("log")
-        if any(b.measured > 0 or b.leading > 0 for b in own):
+        if any(b.measured > 0 or b.leading > 0 for b in of_norm):
             panel.set_yscale("log")
         panel.set_xlabel("n K")
         panel.set_ylabel(f"mean over the rounds of {norm}", parse_math=False)
-        panel.grid(color="0.92")
-        panel.set_axisbelow(True)
         panel.legend(frameon=False, fontsize=8)
-        panel.spines[["top", "right"]].set_visible(False)
-    return made
+        tidy(panel)
+    return figure
 
 
-def write_bounds(folder: Path, entries: Sequence[Entry]) -> list[Path]:
-    """bounds.csv, bounds.md and the figure; nothing where no theorem applies."""
-    lines = bounds(entries)
+def bounds_files(experiments: Sequence[ReportedExperiment]) -> dict[str, bytes]:
+    """Render bounds.csv, bounds.md and the figure; nothing where no theorem applies."""
+    lines = bounds(experiments)
     if not lines:
-        return []
+        return {}
     import pandas as pd
 
-    drawn = figure(lines)
-    files = {
+    return {
         "bounds.csv": csv_bytes(pd.DataFrame(lines)),
-        "bounds.md": f"# The theorems beside what was measured\n\n{markdown(lines)}".encode(),
-        "bounds.png": png(drawn),
-        "bounds.svg": svg(drawn),
+        "bounds.md": f"# Bounds of the theorems and measurements\n\n{bounds_markdown(lines)}".encode(),
+        **image_files("bounds", bounds_figure(lines)),
     }
-    for name, data in files.items():
-        write_atomic(folder / name, data)
-    return [folder / name for name in files]

@@ -71,9 +71,9 @@ def text(
             raise InputError(f"{field}={value!r} is not accepted; give a name or a path")
     by_name = str(data) in SOURCES
     if by_name:
-        for field, given in {"test": test, "columns": columns, "label": label, "classes": classes}.items():
-            if given is not None:
-                raise InputError(f"{field}={given!r} is for your own files; {data} has its own {field}")
+        for field, option in {"test": test, "columns": columns, "label": label, "classes": classes}.items():
+            if option is not None:
+                raise InputError(f"{field}={option!r} is for your own files; {data} has its own {field}")
         train, held_out = texts.load(str(data), "train"), texts.load(str(data), "test")
         outputs = SOURCES[str(data)].classes
     else:

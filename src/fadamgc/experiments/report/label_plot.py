@@ -1,4 +1,4 @@
-"""The picture of a partition: which labels every client holds, and how many samples.
+"""The plot of a partition: the number of samples of every client, and the shares of their labels.
 
 Drawn without pyplot, so that no backend is chosen and no global state is touched.
 """
@@ -21,162 +21,28 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from fadamgc.errors import InputError
+from fadamgc.experiments.report.plots import side_legend
 from fadamgc.files import write_atomic
 
 MOST_BARS = 60  # clients; above, a heatmap
 MOST_IN_LEGEND = 20  # classes; above, a colour bar
 LONGEST_NAME = 28
+SHARES = "share of the client's samples"
 
 
 def label_figure(
     counts: npt.ArrayLike, class_names: Sequence[str] | None = None, title: str | None = None
 ) -> Figure:
-    """Client sizes above, label shares below: stacked bars, or a heatmap for more than 60 clients.
+    """Draw client sizes above and label shares below: stacked bars, or a heatmap for more than 60 clients.
 
     Args:
         counts: samples per client and class, (clients, classes); see `Partition.counts`.
         class_names: names of the classes; their numbers by default.
-        title: a line above, e.g. the note of the partition.
+        title: a line above the plot, for example the note of the partition.
 
     >>> label_figure([[3, 1], [0, 5]], title="two clients").axes[0].get_ylabel()
     'samples'
     """
-    table = _table(counts)
-    names = _names(class_names, table.shape[1])
-    if len(table) > MOST_BARS:
-        return _heatmap(table, names, title)
-    return _bars(table, names, title)
-
-
-def save_label_picture(
-    counts: npt.ArrayLike,
-    path: str | os.PathLike[str],
-    class_names: Sequence[str] | None = None,
-    title: str | None = None,
-    dpi: int = 150,
-) -> Path:
-    """Draw `label_figure` into a file, all or nothing; the ending (.png, .pdf, .svg) is the format."""
-    path = Path(path)
-    figure = label_figure(counts, class_names, title)
-    formats = figure.canvas.get_supported_filetypes()
-    ending = path.suffix[1:].lower()
-    if ending not in formats:
-        raise InputError(f"path={str(path)!r} ends in {path.suffix!r}; accepted are {', '.join(formats)}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, lambda file: figure.savefig(file, format=ending, dpi=dpi))
-    return path
-
-
-def _bars(table: npt.NDArray[np.int64], names: list[str], title: str | None) -> Figure:
-    clients, classes = table.shape
-    figure, top, bottom = _panels(max(4.5, 0.2 * clients), names, title)
-    x = np.arange(clients)
-
-    sizes = table.sum(axis=1)
-    crowded = clients * len(str(sizes.max())) > 40
-    bars = top.bar(x, sizes, width=0.8, color="0.55")
-    top.bar_label(bars, padding=2, fontsize=7 if crowded else 8, rotation=90 if crowded else 0)
-    top.margins(y=0.45 if crowded else 0.2)
-
-    colours = _class_colours(classes)
-    # One collection: a patch for each of 60 x 200 bars would take many seconds.
-    share = _shares(table)
-    client, c = table.nonzero()
-    high = share.cumsum(axis=1)[client, c]
-    low = high - share[client, c]
-    left, right = client - 0.4, client + 0.4
-    corners = np.array([[left, low], [right, low], [right, high], [left, high]]).transpose(2, 0, 1)
-    bottom.add_collection(PolyCollection(list(corners), facecolors=colours[c], edgecolors="none"))
-    bottom.set(
-        xlabel="client", ylabel="share of the client's samples", ylim=(0, 1), xlim=(-0.6, clients - 0.4)
-    )
-    bottom.set_xticks(x[:: 1 if clients <= 25 else 5])
-
-    if classes <= MOST_IN_LEGEND:
-        patches = [Patch(color=colour) for colour in colours]
-        legend = figure.legend(
-            patches[::-1], names[::-1], title="class", loc="outside right center", frameon=False
-        )
-        for text in legend.get_texts():
-            text.set_parse_math(False)
-    else:
-        norm = BoundaryNorm(np.arange(classes + 1) - 0.5, classes)
-        bar = figure.colorbar(
-            ScalarMappable(norm, ListedColormap(colours)),
-            ax=[top, bottom],
-            label="class",
-            spacing="proportional",
-        )
-        ticks = _few(classes)
-        bar.set_ticks(ticks, labels=[names[c] for c in ticks], parse_math=False)
-        bar.minorticks_off()
-    return figure
-
-
-def _heatmap(table: npt.NDArray[np.int64], names: list[str], title: str | None) -> Figure:
-    clients, classes = table.shape
-    # Clients of the same size by their most frequent label.
-    table = table[np.lexsort((table.argmax(axis=1), -table.sum(axis=1)))]
-    sizes = table.sum(axis=1)
-    figure, top, bottom = _panels(9, names, title)
-
-    top.stairs(sizes, np.arange(clients + 1) - 0.5, fill=True, color="0.55")
-    top.set_ylim(0, None)
-    spread = f"largest {sizes[0]}, median {np.median(sizes):g}, smallest {sizes[-1]}"
-    top.text(0.99, 0.92, spread, transform=top.transAxes, ha="right", va="top", fontsize=9)
-
-    # The square root brings out small shares; the scale is the same in every picture.
-    image = bottom.imshow(
-        _shares(table).T, aspect="auto", origin="lower", cmap="Blues", norm=PowerNorm(0.5, vmin=0, vmax=1)
-    )
-    bottom.set(xlabel=f"rank of the client by size ({clients} clients, largest first)", ylabel="class")
-    ticks = range(classes) if classes <= MOST_IN_LEGEND else _few(classes)
-    bottom.set_yticks(ticks, labels=[names[c] for c in ticks], parse_math=False)
-    figure.colorbar(image, ax=bottom, label="share of the client's samples")
-    return figure
-
-
-def _panels(inches: float, names: list[str], title: str | None) -> tuple[Figure, Axes, Axes]:
-    """Two axes over each other, about as wide as asked, with room for the class names beside them."""
-    width = inches + 2 + 0.08 * max(map(len, names))
-    figure = Figure(figsize=(width, 5.5), layout="constrained")
-    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[1, 2.5])
-    top.set_ylabel("samples")
-    for axes in (top, bottom):
-        axes.spines[["top", "right"]].set_visible(False)
-    if title:
-        figure.suptitle(textwrap.fill(title, int(width * 11)), fontsize=11, parse_math=False)
-    return figure, top, bottom
-
-
-def _class_colours(classes: int) -> npt.NDArray[np.float64]:
-    """RGBA of every class, (classes, 4): distinct while a legend names them, then a continuous scale."""
-    if classes > MOST_IN_LEGEND:
-        return np.asarray(colormaps["turbo"](np.linspace(0, 1, classes)))
-    return np.asarray(colormaps["tab10" if classes <= 10 else "tab20"](np.arange(classes)))
-
-
-def _shares(table: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """Rows that sum to one; those of empty clients stay zero."""
-    sizes: npt.NDArray[np.int64] = table.sum(axis=1, keepdims=True)
-    return table / np.maximum(sizes, 1)
-
-
-def _few(classes: int) -> list[int]:
-    """About ten class numbers at equal distances."""
-    return list(range(0, classes, -(-classes // 10)))
-
-
-def _names(class_names: Sequence[str] | None, classes: int) -> list[str]:
-    if class_names is None:
-        return [str(c) for c in range(classes)]
-    if len(class_names) != classes:
-        raise InputError(f"class_names has {len(class_names)} names; counts has {classes} classes")
-    names = [str(name) for name in class_names]
-    return [name if len(name) <= LONGEST_NAME else name[: LONGEST_NAME - 1] + "…" for name in names]
-
-
-def _table(counts: npt.ArrayLike) -> npt.NDArray[np.int64]:
     table = np.asarray(counts)
     if table.ndim != 2 or not table.size:
         raise InputError(f"counts has shape {table.shape}; accepted is (clients, classes), not empty")
@@ -184,4 +50,107 @@ def _table(counts: npt.ArrayLike) -> npt.NDArray[np.int64]:
         raise InputError(
             f"counts has dtype {table.dtype} and minimum {table.min()}; accepted are integers >= 0"
         )
-    return table.astype(np.int64)
+    clients, classes = table.shape
+    names = [str(name) for name in (range(classes) if class_names is None else class_names)]
+    if len(names) != classes:
+        raise InputError(f"class_names has {len(names)} names; counts has {classes} classes")
+    names = [name if len(name) <= LONGEST_NAME else name[: LONGEST_NAME - 1] + "…" for name in names]
+
+    panels = max(4.5, 0.2 * clients) if clients <= MOST_BARS else 9
+    width = panels + 2 + 0.08 * max(map(len, names))  # inches, with room for the names
+    figure = Figure(figsize=(width, 5.5), layout="constrained")
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[1, 2.5])
+    top.set_ylabel("samples")
+    for axes in (top, bottom):
+        axes.spines[["top", "right"]].set_visible(False)
+    if title:
+        figure.suptitle(textwrap.fill(title, int(width * 11)), fontsize=11, parse_math=False)
+    draw = _draw_bars if clients <= MOST_BARS else _draw_heatmap
+    draw(figure, top, bottom, table.astype(np.int64), names)
+    return figure
+
+
+def save_label_plot(
+    counts: npt.ArrayLike,
+    path: str | os.PathLike[str],
+    class_names: Sequence[str] | None = None,
+    title: str | None = None,
+) -> Path:
+    """Write `label_figure` to a file, all or nothing; the ending (.png, .pdf, .svg) is the format."""
+    path = Path(path)
+    figure = label_figure(counts, class_names, title)
+    formats = figure.canvas.get_supported_filetypes()
+    ending = path.suffix[1:].lower()
+    if ending not in formats:
+        raise InputError(f"path={str(path)!r} ends in {path.suffix!r}; accepted are {', '.join(formats)}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, lambda file: figure.savefig(file, format=ending, dpi=150))
+    return path
+
+
+def _draw_bars(
+    figure: Figure, top: Axes, bottom: Axes, table: npt.NDArray[np.int64], names: list[str]
+) -> None:
+    clients, classes = table.shape
+    x, sizes = np.arange(clients), table.sum(axis=1)
+    crowded = clients * len(str(sizes.max())) > 40
+    bars = top.bar(x, sizes, width=0.8, color="0.55")
+    top.bar_label(bars, padding=2, fontsize=7 if crowded else 8, rotation=90 if crowded else 0)
+    top.margins(y=0.45 if crowded else 0.2)
+
+    if classes > MOST_IN_LEGEND:
+        colours = np.asarray(colormaps["turbo"](np.linspace(0, 1, classes)))
+    else:
+        colours = np.asarray(colormaps["tab10" if classes <= 10 else "tab20"](np.arange(classes)))
+    # One collection: a patch for each of 60 x 200 bars would take many seconds.
+    shares = _shares(table)
+    client, c = table.nonzero()
+    high = shares.cumsum(axis=1)[client, c]
+    low = high - shares[client, c]
+    left, right = client - 0.4, client + 0.4
+    corners = np.array([[left, low], [right, low], [right, high], [left, high]]).transpose(2, 0, 1)
+    bottom.add_collection(PolyCollection(list(corners), facecolors=colours[c], edgecolors="none"))
+    bottom.set(xlabel="client", ylabel=SHARES, ylim=(0, 1), xlim=(-0.6, clients - 0.4))
+    bottom.set_xticks(x[:: 1 if clients <= 25 else 5])
+
+    if classes <= MOST_IN_LEGEND:
+        patches = [Patch(color=colour) for colour in colours[::-1]]
+        side_legend(figure, patches, names[::-1], "class")
+    else:
+        scale = ScalarMappable(BoundaryNorm(np.arange(classes + 1) - 0.5, classes), ListedColormap(colours))
+        bar = figure.colorbar(scale, ax=[top, bottom], label="class", spacing="proportional")
+        ticks = _ticks(classes)
+        bar.set_ticks(ticks, labels=[names[c] for c in ticks], parse_math=False)
+        bar.minorticks_off()
+
+
+def _draw_heatmap(
+    figure: Figure, top: Axes, bottom: Axes, table: npt.NDArray[np.int64], names: list[str]
+) -> None:
+    clients, classes = table.shape
+    # Largest clients first; clients of the same size by their most frequent label.
+    table = table[np.lexsort((table.argmax(axis=1), -table.sum(axis=1)))]
+    sizes = table.sum(axis=1)
+    top.stairs(sizes, np.arange(clients + 1) - 0.5, fill=True, color="0.55")
+    top.set_ylim(0, None)
+    spread = f"largest {sizes[0]}, median {np.median(sizes):g}, smallest {sizes[-1]}"
+    top.text(0.99, 0.92, spread, transform=top.transAxes, ha="right", va="top", fontsize=9)
+
+    # The square root brings out small shares; the scale is the same in every plot.
+    norm = PowerNorm(0.5, vmin=0, vmax=1)
+    heatmap = bottom.imshow(_shares(table).T, aspect="auto", origin="lower", cmap="Blues", norm=norm)
+    bottom.set(xlabel=f"rank of the client by size ({clients} clients, largest first)", ylabel="class")
+    ticks = list(range(classes)) if classes <= MOST_IN_LEGEND else _ticks(classes)
+    bottom.set_yticks(ticks, labels=[names[c] for c in ticks], parse_math=False)
+    figure.colorbar(heatmap, ax=bottom, label=SHARES)
+
+
+def _shares(table: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """Divide rows by their sums; the rows of empty clients stay zero."""
+    sizes: npt.NDArray[np.int64] = table.sum(axis=1, keepdims=True)
+    return table / np.maximum(sizes, 1)
+
+
+def _ticks(classes: int) -> list[int]:
+    """Return about ten class numbers at equal distances."""
+    return list(range(0, classes, -(-classes // 10)))

@@ -1,4 +1,4 @@
-"""What an experiment found: its saved runs as numbers, and the numbers as people read them."""
+"""The numbers of an experiment, from its saved runs: one row per method, and the curves over rounds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from statistics import fmean, stdev
 from typing import TYPE_CHECKING, NamedTuple
 
 from fadamgc.errors import InputError
-from fadamgc.escape import printable
 from fadamgc.experiments.folder import ExperimentFolder
 from fadamgc.experiments.spec.sections import MethodSpec, Spec
 from fadamgc.federation.cost import CostModel
@@ -20,19 +19,113 @@ from fadamgc.federation.run import Run
 if TYPE_CHECKING:
     import pandas as pd
 
-DASH = "\N{EN DASH}"
-DIVERGED = "diverged"
+TO_TARGET = ("rounds", "minutes")
+MEASURES = {  # fields of a Row, and their titles
+    "rounds": "Rounds to target",
+    "minutes": "Simulated minutes to target",
+    "final": "{metric} at the end",
+    "average": "{metric}, mean over the rounds",
+}
+LARGEST = 1e300  # of the values that are drawn: an axis needs room above them
+
+
+# One row per method.
+
+
+def mean_of(values: Sequence[float]) -> float:
+    """Return the mean, also of values whose sum is beyond the largest number."""
+    try:
+        return fmean(values)
+    except (OverflowError, ValueError):
+        largest = max(map(abs, values))
+        return fmean(value / largest for value in values) * largest
+
+
+class Spread(NamedTuple):
+    """Mean and sample standard deviation; NaN where there are too few values."""
+
+    mean: float
+    std: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Return the spread of the finite values."""
+        finite = [value for value in values if math.isfinite(value)]
+        try:
+            std = stdev(finite) if len(finite) > 1 else math.nan
+        except OverflowError:
+            std = math.nan
+        return cls(mean_of(finite) if finite else math.nan, std)
+
+
+@dataclass(frozen=True)
+class Row:
+    """The numbers of one method.
+
+    Rounds and minutes are over the runs that reached the target; final and average over the runs that did
+    not diverge. A run diverged if its last metric is not finite, or if it stopped at an update that was not.
+    """
+
+    method: MethodSpec
+    runs: int  # all that ended, including those that diverged
+    reached: int
+    rounds: Spread
+    minutes: Spread
+    final: Spread
+    average: Spread  # of the metric over the rounds
+    mb_down: float  # per round, all clients together
+    mb_up: float
+    diverged: int = 0
+
+    @classmethod
+    def of(cls, method: MethodSpec, runs: Sequence[Run], target: float | None, stopped: int = 0) -> Row:
+        """Compute the row of a method; ``stopped`` further runs diverged and have no record."""
+        rounds = [run.rounds_to(target) for run in runs] if target is not None else []
+        minutes = [run.minutes_to(target) for run in runs] if target is not None else []
+        metrics = [[r.test_metric for r in run.history if r.test_metric is not None] for run in runs]
+        finals = [last for run in runs if run.history and (last := run.history[-1].test_metric) is not None]
+        records = [record for run in runs for record in run.history]
+        return cls(
+            method=method,
+            runs=len(runs) + stopped,
+            reached=sum(r is not None for r in rounds),
+            rounds=Spread.of([r for r in rounds if r is not None]),
+            minutes=Spread.of([m for m in minutes if m is not None]),
+            final=Spread.of(finals),
+            average=Spread.of([mean_of(values) for values in metrics if values]),
+            mb_down=fmean(r.bytes_down for r in records) / 1e6 if records else math.nan,
+            mb_up=fmean(r.bytes_up for r in records) / 1e6 if records else math.nan,
+            diverged=stopped + sum(not math.isfinite(final) for final in finals),
+        )
+
+    @property
+    def mb(self) -> float:
+        """Megabytes per round, down and up."""
+        return self.mb_down + self.mb_up
+
+    @property
+    def all_diverged(self) -> bool:
+        """Whether every run diverged."""
+        return 0 < self.runs == self.diverged
+
+
+# One experiment.
 
 
 @dataclass(frozen=True)
 class Results:
-    """What an experiment's folder holds, priced by one cost model."""
+    """The saved runs of an experiment, priced by one cost model."""
 
     spec: Spec
     cost: CostModel
     runs: dict[str, list[Run]]  # by the method's label, in the order of the spec
     stopped: dict[str, list[str]] = field(default_factory=dict)  # by label: why runs stopped that diverged
     damaged: dict[str, list[str]] = field(default_factory=dict)  # by label: what is wrong with their records
+
+    @property
+    def title(self) -> str:
+        """The title of the experiment, or else its name."""
+        return self.spec.title or self.spec.name
 
     @property
     def accuracy(self) -> bool:
@@ -49,7 +142,7 @@ class Results:
 
     @property
     def missing(self) -> int:
-        """How many runs of the spec are not there."""
+        """The number of runs of the spec that have not ended."""
         ended = sum(map(len, self.runs.values())) + sum(map(len, self.stopped.values()))
         return len(self.runs) * len(self.spec.run.seeds) - ended
 
@@ -62,9 +155,18 @@ class Results:
         values = [v for record in records if (v := record.test_metric) is not None and math.isfinite(v)]
         return 2 * sum(value > 0 for value in values) >= len(values) > 0
 
+    @cached_property
+    def rows(self) -> list[Row]:
+        """The numbers of the methods, in the order of the spec."""
+        target = self.spec.run.target
+        return [
+            Row.of(method, self.runs[method.label], target, len(self.stopped.get(method.label, ())))
+            for method in self.spec.methods
+        ]
+
 
 def read_results(folder: str | Path, cost: CostModel | None = None) -> Results:
-    """Read an experiment back, priced by the cost model of its spec or by another."""
+    """Read the saved runs of a folder, priced by the cost model of the spec or by another."""
     saved = ExperimentFolder(folder).load()
     spec = saved.spec if cost is None else saved.spec.replace("cost", **asdict(cost))
     cost = cost or spec.cost.model()
@@ -72,104 +174,8 @@ def read_results(folder: str | Path, cost: CostModel | None = None) -> Results:
     return Results(spec, cost, runs, saved.diverged, saved.damaged)
 
 
-def mean_of(values: Sequence[float]) -> float:
-    """The mean of any numbers, also of those whose sum is beyond the largest number."""
-    try:
-        return fmean(values)
-    except (OverflowError, ValueError):
-        largest = max(map(abs, values))
-        return fmean(value / largest for value in values) * largest
-
-
-class Spread(NamedTuple):
-    """Mean and sample standard deviation; NaN where there are too few values."""
-
-    mean: float
-    std: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
-        """The spread of those values that are finite."""
-        finite = [value for value in values if math.isfinite(value)]
-        return cls(
-            mean_of(finite) if finite else math.nan,
-            _stdev(finite) if len(finite) > 1 else math.nan,
-        )
-
-
-def _stdev(values: Sequence[float]) -> float:
-    try:
-        return stdev(values)
-    except OverflowError:
-        return math.nan
-
-
-@dataclass(frozen=True)
-class Row:
-    """A method's line of the table.
-
-    Rounds and minutes are over the runs that reached the target; final and average over those that did not
-    diverge. A run diverged if its last metric is not finite, or if it stopped because an update was not.
-    """
-
-    method: MethodSpec
-    runs: int  # all that ended, also those that diverged
-    reached: int
-    rounds: Spread
-    minutes: Spread
-    final: Spread
-    average: Spread  # of the metric over the rounds
-    mb_down: float  # a round, all clients together
-    mb_up: float
-    diverged: int = 0  # runs
-
-    @classmethod
-    def of(cls, method: MethodSpec, runs: Sequence[Run], target: float | None, stopped: int = 0) -> Row:
-        """The line of a method from its runs; ``stopped`` more have left no record because they diverged."""
-        rounds = [run.rounds_to(target) for run in runs] if target is not None else []
-        minutes = [run.minutes_to(target) for run in runs] if target is not None else []
-        finals = [final for run in runs if (final := _last_metric(run)) is not None]
-        records = [record for run in runs for record in run.history]
-        return cls(
-            method=method,
-            runs=len(runs) + stopped,
-            reached=sum(r is not None for r in rounds),
-            rounds=Spread.of([r for r in rounds if r is not None]),
-            minutes=Spread.of([m for m in minutes if m is not None]),
-            final=Spread.of(finals),
-            average=Spread.of([average for run in runs if (average := _average(run)) is not None]),
-            mb_down=fmean(r.bytes_down for r in records) / 1e6 if records else math.nan,
-            mb_up=fmean(r.bytes_up for r in records) / 1e6 if records else math.nan,
-            diverged=stopped + sum(not math.isfinite(final) for final in finals),
-        )
-
-    @property
-    def all_diverged(self) -> bool:
-        """Whether no run is left."""
-        return 0 < self.runs == self.diverged
-
-
-def _last_metric(run: Run) -> float | None:
-    return run.history[-1].test_metric if run.history else None
-
-
-def _average(run: Run) -> float | None:
-    """The metric, averaged over the rounds after which it was evaluated; None if it never was."""
-    values = [record.test_metric for record in run.history if record.test_metric is not None]
-    return mean_of(values) if values else None
-
-
-def rows(results: Results) -> list[Row]:
-    """The table's lines, in the order of the spec."""
-    target = results.spec.run.target
-    return [
-        Row.of(method, results.runs[method.label], target, len(results.stopped.get(method.label, ())))
-        for method in results.spec.methods
-    ]
-
-
 def curves(results: Results) -> pd.DataFrame:
-    """Every round of every run, with minutes and bytes summed up to it."""
+    """Tabulate every round of every run, with minutes and bytes summed up to the round."""
     import pandas as pd
 
     frames = []
@@ -189,26 +195,24 @@ def curves(results: Results) -> pd.DataFrame:
     return pd.concat(frames, ignore_index=True)[[*columns, "test_metric"]]
 
 
-LARGEST = 1e300  # of the numbers that are drawn: an axis needs room above them
+def mean_curves(results: Results, rounds: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """Average ``curves`` over seeds: by method, round, minutes, mean, and mean -+ standard deviation.
 
-
-def mean_curves(results: Results, table: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """By method, over the rounds in which all its runs have a value: round, minutes, mean, and mean -+ std.
-
-    A metric that is drawn on a logarithmic axis has its mean and its band there.
+    Rounds in which not all runs of the method have a value are skipped. Where the axis is logarithmic, the
+    mean and the deviation are those of the logarithm.
     """
     import numpy as np
 
-    lines = {}
+    metric = rounds["test_metric"].astype(float)
+    drawn = (np.abs(metric) < LARGEST) & (metric > 0 if results.logarithmic else True)
+    averages = {}
     for label, runs in results.runs.items():
-        metric = table["test_metric"].astype(float)
-        drawn = (np.abs(metric) < LARGEST) & (metric > 0 if results.logarithmic else True)
-        own = table[(table["method"] == label) & drawn]
-        values = metric[own.index]
+        method_rounds = rounds[(rounds["method"] == label) & drawn]
+        values = metric[method_rounds.index]
         if results.logarithmic:
             values = values.map(math.log)
         by_round = (
-            own.assign(value=values)
+            method_rounds.assign(value=values)
             .groupby("round")
             .agg(
                 minutes=("minutes", "mean"),
@@ -217,146 +221,89 @@ def mean_curves(results: Results, table: pd.DataFrame) -> dict[str, pd.DataFrame
                 runs=("seed", "count"),
             )
         )
-        line = by_round[by_round["runs"] == len(runs)].fillna({"std": 0.0}).reset_index()
-        line["low"], line["high"] = line["mean"] - line["std"], line["mean"] + line["std"]
+        curve = by_round[by_round["runs"] == len(runs)].fillna({"std": 0.0}).reset_index()
+        curve["low"], curve["high"] = curve["mean"] - curve["std"], curve["mean"] + curve["std"]
         if results.accuracy:
-            line["high"] = line["high"].clip(upper=1)
+            curve["high"] = curve["high"].clip(upper=1)
         elif results.logarithmic:
-            line[["mean", "low", "high"]] = np.exp(line[["mean", "low", "high"]])
-        if len(line):
-            lines[label] = line[["round", "minutes", "mean", "low", "high"]]
-    return lines
+            curve[["mean", "low", "high"]] = np.exp(curve[["mean", "low", "high"]])
+        if len(curve):
+            averages[label] = curve[["round", "minutes", "mean", "low", "high"]]
+    return averages
 
 
-# The table as people read it.
+def summary_frame(results: Results) -> pd.DataFrame:
+    """Tabulate an experiment, one row per method, as in ``results.csv``."""
+    import pandas as pd
 
-
-class Cell(NamedTuple):
-    """What a cell shows, and whether it is the best of its column."""
-
-    text: str
-    best: bool = False
-
-
-def header(results: Results) -> list[str]:
-    """The titles of the columns."""
-    metric = printable(results.spec.task.metric)
-    to = f"to {results.target}"
-    return ["Method", f"Rounds {to}", f"Minutes {to}", f"Final {metric}", "MB a round"]
-
-
-def cells(results: Results) -> list[list[Cell]]:
-    """The table, line by line. Only a method that reached the target with every seed can be the fastest."""
-    lines = rows(results)
-    seeds = len(results.spec.run.seeds)
-    everywhere = [row for row in lines if row.reached == seeds]
-    fewest = min((row.rounds.mean for row in everywhere), default=None)
-    quickest = min((row.minutes.mean for row in everywhere), default=None)
-    finals = [row.final.mean for row in lines if not math.isnan(row.final.mean) and not row.diverged]
-    best = (max if results.accuracy else min)(finals, default=None)
-    minutes = minutes_format(lines)
-    mb = _three_figures([row.mb_down + row.mb_up for row in lines])
-
-    def to_target(row: Row, spread: Spread, form: str, winner: float | None) -> Cell:
-        if not row.runs or results.spec.run.target is None:
-            return Cell(DASH)
-        if row.all_diverged and not row.reached:
-            return Cell(DIVERGED)
-        more = f", {row.diverged} {DIVERGED}" if row.diverged else ""
-        if not row.reached:
-            return Cell(f"never (0/{row.runs}{more})")
-        note = "" if row.reached == row.runs else f" ({row.reached}/{row.runs} reached{more})"
-        return Cell(_pm(spread, form) + note, row in everywhere and spread.mean == winner)
-
-    return [
+    return pd.DataFrame(
         [
-            Cell(printable(row.method.label) + _of_all(row, seeds, results)),
-            to_target(row, row.rounds, ".1f", fewest),
-            to_target(row, row.minutes, minutes, quickest),
-            Cell(_final_of(row, results.accuracy), not row.diverged and row.final.mean == best),
-            Cell(DASH if math.isnan(row.mb_down) else f"{row.mb_down + row.mb_up:{mb}}"),
+            {
+                "method": row.method.label,
+                "algorithm": row.method.algorithm,
+                "eta_l": row.method.hyperparameter("eta_l"),
+                "eta_g": row.method.hyperparameter("eta_g"),
+                **_counts(row),
+                "target": results.spec.run.target,
+                **_spreads(row, ("rounds", "minutes", "final")),
+                "mb_down_per_round": row.mb_down,
+                "mb_up_per_round": row.mb_up,
+            }
+            for row in results.rows
         ]
-        for row in lines
-    ]
-
-
-def _of_all(row: Row, seeds: int, results: Results) -> str:
-    """How many runs of a method there are, if not all."""
-    damaged = len(results.damaged.get(row.method.label, ()))
-    more = f", {damaged} damaged" if damaged else ""
-    return "" if row.runs == seeds else f" ({row.runs} of {seeds} runs{more})"
-
-
-def _final_of(row: Row, accuracy: bool) -> str:
-    if row.all_diverged:
-        return DIVERGED
-    note = f" ({row.diverged}/{row.runs} {DIVERGED})" if row.diverged else ""
-    return _final(row.final, accuracy) + note
-
-
-def minutes_format(lines: Sequence[Row]) -> str:
-    """The format of the minutes in the table of an experiment."""
-    return _three_figures([row.minutes.mean for row in lines])
-
-
-def _final(final: Spread, accuracy: bool) -> str:
-    if not accuracy or math.isnan(final.mean):
-        return _pm(final, ".2e")
-    return _pm(Spread(100 * final.mean, 100 * final.std), ".1f") + " %"
-
-
-def _pm(spread: Spread, form: str) -> str:
-    if math.isnan(spread.mean):
-        return DASH
-    std = "" if math.isnan(spread.std) else f" ± {spread.std:{form}}"
-    return f"{spread.mean:{form}}{std}"
-
-
-def _three_figures(column: Sequence[float]) -> str:
-    """The format that gives the largest number of a column about three figures."""
-    largest = max((value for value in column if math.isfinite(value)), default=0.0)
-    if 0 < largest < 1e-3:
-        return ".2e"
-    decimals = 2 - math.floor(math.log10(largest)) if largest > 0 else 2
-    return f".{max(decimals, 0)}f"
-
-
-def caption(results: Results) -> str:
-    """One line above the table."""
-    return f"{printable(results.spec.title or results.spec.name)}: {extent(results)}"
-
-
-def extent(results: Results) -> str:
-    """How much was run."""
-    count = len(results.spec.run.seeds)
-    return f"{results.spec.run.rounds} rounds, {count} seed{'s' if count > 1 else ''}"
-
-
-def legend(results: Results) -> str:
-    """How to read the table."""
-    return (
-        "Mean ± sample standard deviation over seeds; rounds and minutes over the seeds that reached the "
-        f"target. Minutes are simulated: {pricing(results)}. "
-        f"MB a round: down and up, all clients together.{diverged_note(rows(results))}"
     )
 
 
-def diverged_note(lines: Sequence[Row]) -> str:
-    """What "diverged" means, where a table has it."""
-    if not any(row.diverged for row in lines):
-        return ""
-    return " Diverged: the last metric or a client's update was not finite; no mean includes these runs."
+def _counts(row: Row) -> dict[str, int]:
+    return {"runs": row.runs, "runs_reached": row.reached, "runs_diverged": row.diverged}
 
 
-def pricing(results: Results) -> str:
-    """How rounds are priced."""
-    cost = results.cost
-    links = f"links of {_each(cost.down_mbps)} Mbps down and {_each(cost.up_mbps)} Mbps up"
-    steps = f"{_each(cost.seconds_per_step)} s a local step"
-    latency = f", {_each(cost.latency)} s latency" if cost.latency else ""
-    which = "the mean over its clients" if cost.per_round == "mean" else "its slowest client"
-    return f"{links}, {steps}{latency}, a round takes {which}"
+def _spreads(row: Row, measures: Sequence[str]) -> dict[str, float]:
+    spreads = {measure: getattr(row, measure)._asdict() for measure in measures}
+    return {f"{measure}_{part}": value for measure, both in spreads.items() for part, value in both.items()}
 
 
-def _each(value: float | tuple[float, ...]) -> str:
-    return f"{min(value):g} to {max(value):g}" if isinstance(value, tuple) else f"{value:g}"
+# Several experiments.
+
+
+class ReportedExperiment(NamedTuple):
+    """An experiment in a report: its name there, and its place in a figure over all experiments."""
+
+    name: str
+    results: Results
+    value: float | None = None  # on the axis
+    group: str | None = None  # experiments of a group share a row of panels
+    axis: str | None = None  # if it differs from the axis of the others
+    label_plot: bytes | None = None  # PNG
+
+
+def method_labels(experiments: Sequence[ReportedExperiment]) -> list[str]:
+    """List the labels of all methods in the order of their first appearance."""
+    return list(dict.fromkeys(label for experiment in experiments for label in experiment.results.runs))
+
+
+def measure_title(experiments: Sequence[ReportedExperiment], measure: str) -> str:
+    """Return the title of a measure."""
+    metrics = list(dict.fromkeys(experiment.results.spec.task.metric for experiment in experiments))
+    title = MEASURES[measure].format(metric=" or ".join(metrics))
+    return title[0].upper() + title[1:]
+
+
+def experiments_frame(experiments: Sequence[ReportedExperiment]) -> pd.DataFrame:
+    """Tabulate several experiments, one row per experiment and method, as in ``summary.csv``."""
+    import pandas as pd
+
+    return pd.DataFrame(
+        [
+            {
+                "experiment": experiment.name,
+                "value": experiment.value,
+                "method": row.method.label,
+                "target": experiment.results.spec.run.target,
+                **_counts(row),
+                **_spreads(row, tuple(MEASURES)),
+            }
+            for experiment in experiments
+            for row in experiment.results.rows
+        ]
+    )

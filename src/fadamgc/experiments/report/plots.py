@@ -1,56 +1,57 @@
-"""The curves as pictures, drawn without pyplot."""
+"""Figures of one experiment and of several, drawn without pyplot.
+
+Matplotlib is imported where a figure is drawn, so that reading records does not wait for it.
+"""
 
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
-
 from fadamgc.escape import printable
-from fadamgc.experiments.report.numbers import Results
+from fadamgc.experiments.report.numbers import (
+    TO_TARGET,
+    ReportedExperiment,
+    Results,
+    measure_title,
+    method_labels,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-# Okabe and Ito's colours, told apart by all kinds of eyes; the last method of a spec, its subject, is red.
+# Okabe and Ito's colours, which colour-blind readers can tell apart; the last method of a spec, its subject,
+# is red.
 COLOURS = ("#0072B2", "#56B4E9", "#009E73", "#E69F00", "#CC79A7", "#7F7F7F", "#000000")
 SUBJECT = "#D62728"
-X_TITLE = {"round": "round", "minutes": "simulated minutes"}
+AXIS_TITLES = {"round": "round", "minutes": "simulated minutes"}
+FULL_SCALE = 0.7  # accuracies above this are shown on an axis up to 100 %
 
 
-def colour(number: int, of: int) -> str:
-    """The colour of a method, by its place in the spec."""
-    return SUBJECT if number == of - 1 else COLOURS[number % len(COLOURS)]
+def colour(number: int, count: int) -> str:
+    """Return the colour of a method, by its number in a spec of ``count`` methods."""
+    return SUBJECT if number == count - 1 else COLOURS[number % len(COLOURS)]
 
 
-def curves_figure(results: Results, lines: Mapping[str, pd.DataFrame], axes: Sequence[str]) -> Figure:
-    """The metric over rounds, over simulated minutes, or both side by side."""
-    figure = Figure(figsize=(1.4 + 5.6 * len(axes), 4.4), layout="constrained")
-    panels = figure.subplots(1, len(axes), squeeze=False, sharey=True)[0]
-    for panel, x in zip(panels, axes, strict=True):
-        _draw(panel, results, lines, x)
-    metric = printable(results.spec.task.metric)
-    panels[0].set_ylabel(f"test {metric}" if results.accuracy else metric, parse_math=False)
-    handles = panels[0].get_legend_handles_labels()
-    for text in figure.legend(*handles, loc="outside right center", frameon=False).get_texts():
-        text.set_parse_math(False)
-    figure.suptitle(printable(results.spec.title or results.spec.name), fontsize=12, parse_math=False)
-    return figure
+def image_files(name: str, figure: Figure) -> dict[str, bytes]:
+    """Render a figure as NAME.png and NAME.svg."""
+    return {f"{name}.png": png(figure), f"{name}.svg": svg(figure)}
 
 
 def png(figure: Figure) -> bytes:
-    """A figure as the bytes of a file."""
+    """Render a figure as PNG."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=150)
     return buffer.getvalue()
 
 
 def svg(figure: Figure) -> bytes:
-    """A figure as the text of an SVG file; the same figure gives the same bytes."""
+    """Render a figure as SVG; the same figure gives the same bytes."""
     from matplotlib import rc_context
 
     buffer = io.BytesIO()
@@ -59,36 +60,123 @@ def svg(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
-ALMOST_ALL = 0.7  # curves that come so high are shown up to 100 %
-
-
-def _draw(panel: Axes, results: Results, lines: Mapping[str, pd.DataFrame], x: str) -> None:
-    labels = list(results.runs)
-    for number, label in enumerate(labels):
-        if label not in lines:
-            continue
-        line, shade = lines[label], colour(number, len(labels))
-        subject = number == len(labels) - 1
-        panel.plot(
-            line[x],
-            line["mean"],
-            color=shade,
-            linewidth=2.4 if subject else 1.5,
-            label=printable(label),
-            zorder=3 + subject,
-        )
-        panel.fill_between(line[x], line["low"], line["high"], color=shade, alpha=0.12, linewidth=0)
-    if results.spec.run.target is not None:
-        target = f"target {results.target}"
-        panel.axhline(results.spec.run.target, color="0.35", linewidth=1, linestyle=(0, (4, 3)), label=target)
-    if results.accuracy:
-        panel.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0, symbol=" %"))
-        highest = max([*(line["high"].max() for line in lines.values()), results.spec.run.target or 0.0])
-        panel.set_ylim(0, 1 if highest > ALMOST_ALL else 1.1 * highest or 1)
-    elif results.logarithmic:
-        panel.set_yscale("log", nonpositive="mask")
-    panel.set_xlim(0, max((line[x].max() for line in lines.values()), default=1))
-    panel.set_xlabel(X_TITLE[x])
+def tidy(panel: Axes) -> None:
+    """Give a panel a light grid and no frame at the top and the right."""
     panel.grid(color="0.92")
     panel.set_axisbelow(True)
     panel.spines[["top", "right"]].set_visible(False)
+
+
+def side_legend(
+    figure: Figure, handles: Sequence[Artist], labels: Sequence[str], title: str | None = None
+) -> None:
+    """Add a legend to the right of all panels."""
+    legend = figure.legend(handles, labels, title=title, loc="outside right center", frameon=False)
+    for text in legend.get_texts():
+        text.set_parse_math(False)
+
+
+def _add_texts(figure: Figure, title: str) -> None:
+    """Add the title, and the legend of the first panel."""
+    side_legend(figure, *figure.axes[0].get_legend_handles_labels())
+    figure.suptitle(printable(title), fontsize=12, parse_math=False)
+
+
+def curves_figure(results: Results, averages: Mapping[str, pd.DataFrame], axes: Sequence[str]) -> Figure:
+    """Draw ``mean_curves`` over rounds, over simulated minutes, or both side by side."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(1.4 + 5.6 * len(axes), 4.4), layout="constrained")
+    panels = figure.subplots(1, len(axes), squeeze=False, sharey=True)[0]
+    for panel, x in zip(panels, axes, strict=True):
+        _draw_curves(panel, results, averages, x)
+    metric = printable(results.spec.task.metric)
+    panels[0].set_ylabel(f"test {metric}" if results.accuracy else metric, parse_math=False)
+    _add_texts(figure, results.title)
+    return figure
+
+
+def _draw_curves(panel: Axes, results: Results, averages: Mapping[str, pd.DataFrame], x: str) -> None:
+    from matplotlib.ticker import PercentFormatter
+
+    count, target = len(results.runs), results.spec.run.target
+    for number, label in enumerate(results.runs):
+        if label not in averages:
+            continue
+        curve, shade, subject = averages[label], colour(number, count), number == count - 1
+        width = 2.4 if subject else 1.5
+        panel.plot(
+            *(curve[x], curve["mean"]),
+            color=shade,
+            linewidth=width,
+            label=printable(label),
+            zorder=3 + subject,
+        )
+        panel.fill_between(curve[x], curve["low"], curve["high"], color=shade, alpha=0.12, linewidth=0)
+    if target is not None:
+        name = f"target {results.target}"
+        panel.axhline(target, color="0.35", linewidth=1, linestyle=(0, (4, 3)), label=name)
+    if results.accuracy:
+        panel.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0, symbol=" %"))
+        highest = max([*(curve["high"].max() for curve in averages.values()), target or 0.0])
+        panel.set_ylim(0, 1 if highest > FULL_SCALE else 1.1 * highest or 1)
+    elif results.logarithmic:
+        panel.set_yscale("log", nonpositive="mask")
+    panel.set_xlim(0, max((curve[x].max() for curve in averages.values()), default=1))
+    panel.set_xlabel(AXIS_TITLES[x])
+    tidy(panel)
+
+
+def summary_figure(
+    experiments: Sequence[ReportedExperiment], axis: str, title: str, measures: Sequence[str] = TO_TARGET
+) -> Figure:
+    """Draw measures over the axis of several experiments, one row of panels per group."""
+    from matplotlib.figure import Figure
+
+    groups = list(dict.fromkeys(experiment.group for experiment in experiments))
+    figure = Figure(figsize=(11, 0.6 + 3.6 * len(groups)), layout="constrained")
+    labels = method_labels(experiments)
+    rows = figure.subplots(len(groups), len(measures), squeeze=False)
+    for group, panels in zip(groups, rows, strict=True):
+        members = [experiment for experiment in experiments if experiment.group == group]
+        for panel, measure in zip(panels, measures, strict=True):
+            _draw_measure(panel, members, labels, measure)
+            panel.set_xlabel(printable(members[0].axis or axis), parse_math=False)
+            if group is not None:
+                panel.set_title(printable(group), fontsize=10, parse_math=False)
+    _add_texts(figure, title)
+    return figure
+
+
+def _draw_measure(
+    panel: Axes, experiments: Sequence[ReportedExperiment], labels: Sequence[str], measure: str
+) -> None:
+    positive = False  # whether a mean is above 0
+    for number, label in enumerate(labels):
+        spreads = [
+            (experiment.value, getattr(row, measure))
+            for experiment in experiments
+            for row in experiment.results.rows
+            if row.method.label == label and experiment.value is not None
+        ]
+        points = sorted(
+            (value, spread.mean, 0.0 if math.isnan(spread.std) else spread.std)
+            for value, spread in spreads
+            if not math.isnan(spread.mean)
+        )
+        if points:
+            x, means, bars = zip(*points, strict=True)
+            positive = positive or max(means) > 0
+            shade = colour(number, len(labels))
+            panel.errorbar(*(x, means), yerr=bars, label=printable(label), color=shade, marker="o", capsize=3)
+    panel.set_ylabel(printable(measure_title(experiments, measure).lower()), parse_math=False)
+    if measure in TO_TARGET or experiments[0].results.accuracy:
+        panel.set_ylim(bottom=0)
+    elif positive:
+        panel.set_yscale("log")
+    values = sorted({experiment.value for experiment in experiments if experiment.value is not None})
+    if values and values[0] > 0 and values[-1] >= 8 * values[0]:
+        panel.set_xscale("log")
+        panel.set_xticks(values, [f"{value:g}" for value in values])
+        panel.minorticks_off()
+    tidy(panel)

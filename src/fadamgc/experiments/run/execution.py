@@ -142,7 +142,7 @@ def share_compiled_code() -> None:
 
 
 def execute(
-    planned: Sequence[PlannedRun],
+    plan: Sequence[PlannedRun],
     on_round: Callable[[int], bool],
     warn: Warn = log.warning,
     tasks: TaskCache | None = None,
@@ -159,24 +159,24 @@ def execute(
             raise Stopped
 
     def finished(i: int, result: Run | NonFiniteError) -> None:
-        ends[i] = _save(planned[i], result)
+        ends[i] = _save(plan[i], result)
 
     resources = Resources()
     try:
         with torch.inference_mode(False), ExitStack() as stack:
             started = []
-            for i, one in enumerate(planned):
-                started.append(_start(one, tasks.task(one), partial(callback, i), resources, warn))
+            for i, planned in enumerate(plan):
+                started.append(_start(planned, tasks.task(planned), partial(callback, i), resources, warn))
                 stack.callback(started[-1].engine.close)
             run_together(started, finished=finished)
     except (OSError, UnwritableError) as error:  # a full disk, most likely; the last checkpoints are complete
         message = str(error)
         if isinstance(error, OSError):
-            message = f"{planned[0].folder.parent} cannot be written: {error.strerror or error}"
+            message = f"{plan[0].folder.parent} cannot be written: {error.strerror or error}"
         raise FadamgcError(
             f"{message}; finished runs are saved: make room and continue with --resume"
         ) from error
-    return [ends[i] for i in range(len(planned))]
+    return [ends[i] for i in range(len(plan))]
 
 
 def _start(

@@ -56,41 +56,41 @@ def duration(seconds: float) -> str:
 
 
 @contextmanager
-def display(planned: Sequence[PlannedRun], quiet: bool, done: int) -> Iterator[Display]:
+def display(plan: Sequence[PlannedRun], quiet: bool, done: int) -> Iterator[Display]:
     """Show the progress of runs, ``done`` more of which are done already."""
     console = Console(stderr=True)
     above_bars = partial(warn, console=console)
-    if quiet or not planned:
+    if quiet or not plan:
         yield Display(lambda _: None, lambda _, __: None, above_bars)
     elif console.is_terminal:
-        with _bars(console, planned) as (on_round, on_end):
+        with _bars(console, plan) as (on_round, on_end):
             yield Display(on_round, on_end, above_bars)
     else:
-        yield Display(lambda _: None, _lines(console, planned, done), above_bars)
+        yield Display(lambda _: None, _lines(console, plan, done), above_bars)
 
 
-def _lines(console: Console, planned: Sequence[PlannedRun], done: int) -> OnEnd:
-    total = done + len(planned)
-    number, rounds, all_rounds = done, 0, sum(one.run.rounds for one in planned)
+def _lines(console: Console, plan: Sequence[PlannedRun], done: int) -> OnEnd:
+    total = done + len(plan)
+    number, rounds, all_rounds = done, 0, sum(planned.run.rounds for planned in plan)
     began = time.monotonic()
 
     def on_end(i: int, end: RunEnd) -> None:
         nonlocal number, rounds
-        number, rounds = number + 1, rounds + planned[i].run.rounds
+        number, rounds = number + 1, rounds + plan[i].run.rounds
         left = (time.monotonic() - began) * (all_rounds - rounds) / rounds
         more = f"; about {duration(left)} left" if number < total else ""
-        value = "" if end.metric is None else f", {planned[i].task.metric} {end.metric:.4g}"
+        value = "" if end.metric is None else f", {plan[i].task.metric} {end.metric:.4g}"
         if end.metric is not None and not math.isfinite(end.metric):
             value = ", diverged"
         message = end.error or f"{end.rounds} rounds{value}"
-        line = printable(f"[{number}/{total}] {planned[i].name}: {message}{more}")
+        line = printable(f"[{number}/{total}] {plan[i].name}: {message}{more}")
         console.print(line, markup=False, soft_wrap=True)
 
     return on_end
 
 
 @contextmanager
-def _bars(console: Console, planned: Sequence[PlannedRun]) -> Iterator[tuple[OnRound, OnEnd]]:
+def _bars(console: Console, plan: Sequence[PlannedRun]) -> Iterator[tuple[OnRound, OnEnd]]:
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -101,21 +101,21 @@ def _bars(console: Console, planned: Sequence[PlannedRun]) -> Iterator[tuple[OnR
     )
     with Progress(*columns, console=console, transient=True) as bars:
         totals: dict[str, int] = {}
-        for one in planned:
-            totals[one.method.label] = totals.get(one.method.label, 0) + one.run.rounds
+        for planned in plan:
+            totals[planned.method.label] = totals.get(planned.method.label, 0) + planned.run.rounds
         bar_of = {
             label: bars.add_task(escape(printable(label)), total=total) for label, total in totals.items()
         }
         bar_of_all = bars.add_task("[bold]all", total=sum(totals.values()))
-        rounds = [0] * len(planned)
+        rounds = [0] * len(plan)
 
         def move(i: int, by: int) -> None:
-            by = min(by, planned[i].run.rounds - rounds[i])  # a last message may come after the end
+            by = min(by, plan[i].run.rounds - rounds[i])  # a last message may come after the end
             rounds[i] += by
-            bars.advance(bar_of[planned[i].method.label], by)
+            bars.advance(bar_of[plan[i].method.label], by)
             bars.advance(bar_of_all, by)
 
         def on_end(i: int, _: RunEnd) -> None:
-            move(i, planned[i].run.rounds - rounds[i])  # the run may have ended early
+            move(i, plan[i].run.rounds - rounds[i])  # the run may have ended early
 
         yield (lambda i: move(i, 1)), on_end

@@ -46,40 +46,40 @@ class Runner:
         self._tasks = TaskCache()
         self._accepted: set[object] = set()
 
-    def check(self, planned: Sequence[PlannedRun]) -> None:
+    def check(self, plan: Sequence[PlannedRun]) -> None:
         """Refuse runs of one plan that cannot be executed; one seed per method is tried.
 
         Runs that differ in their step sizes alone are checked once.
         """
         first: dict[str, PlannedRun] = {}  # by method
-        for one in planned:
-            first.setdefault(one.method.slug, one)
-        new = {(slug, one.task, one.run, one.validation) for slug, one in first.items()}
+        for planned in plan:
+            first.setdefault(planned.method.slug, planned)
+        new = {(slug, planned.task, planned.run, planned.validation) for slug, planned in first.items()}
         if new <= self._accepted:
             return
         console = Console(stderr=True, quiet=self.quiet)
-        names = f"{len(first)} methods" if len(first) > 1 else planned[0].method.label
+        names = f"{len(first)} methods" if len(first) > 1 else plan[0].method.label
         tasks: dict[int, Task] = {}  # by seed
         space: dict[str, DiskSpace] = {}
-        for slug, one in first.items():
-            if one.seed not in tasks:
-                tell(f"preparing {one.task.data} ...", console)
-                tasks[one.seed] = self._tasks.task(one)
+        for slug, planned in first.items():
+            if planned.seed not in tasks:
+                tell(f"preparing {planned.task.data} ...", console)
+                tasks[planned.seed] = self._tasks.task(planned)
                 tell(f"checking {names} ...", console)
-            space[slug] = dry_run(one, tasks[one.seed])
-        self._check_disk(planned, space)
+            space[slug] = dry_run(planned, tasks[planned.seed])
+        self._check_disk(plan, space)
         self._accepted |= new
         if self.workers > 1:
             self._tasks = TaskCache()  # the worker processes have their own
 
-    def _check_disk(self, planned: Sequence[PlannedRun], space: dict[str, DiskSpace]) -> None:
-        records = sum(space[one.method.slug].record for one in planned if not one.folder.exists())
+    def _check_disk(self, plan: Sequence[PlannedRun], space: dict[str, DiskSpace]) -> None:
+        records = sum(space[planned.method.slug].record for planned in plan if not planned.folder.exists())
         checkpoints = max(
-            sum(space[planned[i].method.slug].checkpoint for i in group)
-            for group in in_groups(planned, self.workers)
+            sum(space[plan[i].method.slug].checkpoint for i in group)
+            for group in in_groups(plan, self.workers)
         )
-        need = records + min(self.workers, len(planned)) * checkpoints
-        folder = planned[0].folder
+        need = records + min(self.workers, len(plan)) * checkpoints
+        folder = plan[0].folder
         disk = shutil.disk_usage(next(parent for parent in folder.parents if parent.exists()))
         if disk.total and need > disk.free:  # where there is no disk at all, writing will fail
             raise InputError(
@@ -88,25 +88,25 @@ class Runner:
                 "make room, or give a folder on another disk"
             )
 
-    def execute(self, planned: Sequence[PlannedRun], done: int = 0) -> tuple[Failure, ...]:
+    def execute(self, plan: Sequence[PlannedRun], done: int = 0) -> tuple[Failure, ...]:
         """Execute runs with progress on stderr; ``done`` more are done already.
 
         Raises:
             Interrupted: the user pressed Ctrl-C.
         """
         failures: list[Failure] = []
-        with display(planned, self.quiet, done) as show:
+        with display(plan, self.quiet, done) as show:
 
             def on_end(i: int, end: RunEnd) -> None:
                 if end.error is not None:
-                    failures.append(Failure(planned[i].name, end.error))
+                    failures.append(Failure(plan[i].name, end.error))
                 show.on_end(i, end)
 
-            total = done + len(planned)
+            total = done + len(plan)
             try:
-                run_all(planned, self.workers, show.on_round, on_end, show.warn, self._tasks)
+                run_all(plan, self.workers, show.on_round, on_end, show.warn, self._tasks)
             except KeyboardInterrupt:
-                saved = total - sum(one.saved() is None for one in planned)
+                saved = total - sum(planned.saved() is None for planned in plan)
                 raise Interrupted(
                     f"stopped; {saved} of {total} runs are saved, and the same command with --resume "
                     "continues"
@@ -142,12 +142,12 @@ def run_spec(
         The runs that did not finish because a client's update was not finite.
     """
     folder = ExperimentFolder(out)
-    planned = folder.plan(spec)
+    plan = folder.plan(spec)
     runner = runner or Runner(workers, quiet)
-    runner.check(planned)
+    runner.check(plan)
     open_folder(folder, spec, resume, overwrite, tuned)
-    todo = [one for one in planned if not (resume and is_done(one, warn))]
-    return runner.execute(todo, done=len(planned) - len(todo))
+    todo = [planned for planned in plan if not (resume and is_done(planned, warn))]
+    return runner.execute(todo, done=len(plan) - len(todo))
 
 
 def open_folder(
@@ -161,9 +161,9 @@ def open_folder(
     seed = spec.run.seeds[0]
     labels = label_counts(spec.task, seed)
     if labels is not None:
-        from fadamgc.experiments.report.label_plot import save_label_picture
+        from fadamgc.experiments.report.label_plot import save_label_plot
 
-        save_label_picture(labels.counts, folder.path / PARTITION, title=f"{labels.note} (seed {seed})")
+        save_label_plot(labels.counts, folder.path / PARTITION, title=f"{labels.note} (seed {seed})")
 
 
 def _size(count: float) -> str:

@@ -37,13 +37,13 @@ OnRound = Callable[[int], None]  # run i has made a round
 OnEnd = Callable[[int, RunEnd], None]  # run i has ended
 
 
-def in_groups(planned: Sequence[PlannedRun], workers: int) -> list[list[int]]:
+def in_groups(plan: Sequence[PlannedRun], workers: int) -> list[list[int]]:
     """Group runs of one method that go to a process together, with enough groups for all processes."""
-    most = max(1, min(TOGETHER, -(-len(planned) // (3 * workers))))
-    if any(isinstance(one.task, ImagesTask | TextTask) for one in planned):
+    most = max(1, min(TOGETHER, -(-len(plan) // (3 * workers))))
+    if any(isinstance(planned.task, ImagesTask | TextTask) for planned in plan):
         most = 1  # such runs would share nothing, and each has its data in memory
     groups: list[list[int]] = []
-    for _, alike in groupby(range(len(planned)), key=lambda i: planned[i].method.algorithm):
+    for _, alike in groupby(range(len(plan)), key=lambda i: plan[i].method.algorithm):
         numbers = list(alike)
         count = -(-len(numbers) // most)
         bounds = [len(numbers) * g // count for g in range(count + 1)]
@@ -52,7 +52,7 @@ def in_groups(planned: Sequence[PlannedRun], workers: int) -> list[list[int]]:
 
 
 def run_all(
-    planned: Sequence[PlannedRun],
+    plan: Sequence[PlannedRun],
     workers: int,
     on_round: OnRound,
     on_end: OnEnd,
@@ -60,16 +60,16 @@ def run_all(
     tasks: TaskCache | None = None,
 ) -> None:
     """Execute all runs. On an interrupt or an error the workers stop; runs that are saved by then stay."""
-    count = min(workers, len(planned))
-    groups = in_groups(planned, max(1, count))
+    count = min(workers, len(plan))
+    groups = in_groups(plan, max(1, count))
     if count <= 1:
-        _run_here(planned, groups, on_round, on_end, warn, tasks)
+        _run_here(plan, groups, on_round, on_end, warn, tasks)
     else:
-        _run_in_processes(planned, groups, count, on_round, on_end, warn)
+        _run_in_processes(plan, groups, count, on_round, on_end, warn)
 
 
 def _run_here(
-    planned: Sequence[PlannedRun],
+    plan: Sequence[PlannedRun],
     groups: list[list[int]],
     on_round: OnRound,
     on_end: OnEnd,
@@ -79,7 +79,7 @@ def _run_here(
     tasks = tasks or TaskCache()
     with one_thread():
         for group in groups:
-            ends = execute([planned[i] for i in group], partial(_tell, on_round, group), warn, tasks)
+            ends = execute([plan[i] for i in group], partial(_tell, on_round, group), warn, tasks)
             for i, end in zip(group, ends, strict=True):
                 on_end(i, end)
 
@@ -90,7 +90,7 @@ def _tell(on_round: OnRound, group: Sequence[int], i: int) -> bool:
 
 
 def _run_in_processes(
-    planned: Sequence[PlannedRun],
+    plan: Sequence[PlannedRun],
     groups: list[list[int]],
     count: int,
     on_round: OnRound,
@@ -110,7 +110,7 @@ def _run_in_processes(
         # the middle of it would leave some of them locked, and the shutdown waiting for ever.
         ended: SimpleQueue[Future[list[RunEnd]]] = SimpleQueue()
         with no_interrupts():  # only the parent process handles Ctrl-C
-            group_of = {pool.submit(_work, group, [planned[i] for i in group]): group for group in groups}
+            group_of = {pool.submit(_work, group, [plan[i] for i in group]): group for group in groups}
             for future in group_of:
                 future.add_done_callback(ended.put)
         for _ in groups:
@@ -179,7 +179,7 @@ def _die_with_parent() -> None:
     os._exit(1)
 
 
-def _work(group: list[int], planned: list[PlannedRun]) -> list[RunEnd]:
+def _work(group: list[int], plan: list[PlannedRun]) -> list[RunEnd]:
     def on_round(i: int) -> bool:
         _sender.send_bytes(ROUND + str(group[i]).encode())
         return bool(_stop.poll())
@@ -187,4 +187,4 @@ def _work(group: list[int], planned: list[PlannedRun]) -> list[RunEnd]:
     def warn(message: str) -> None:
         _sender.send_bytes(WARNING + message.encode(errors="replace")[:LONGEST])
 
-    return execute(planned, on_round, warn, _tasks)
+    return execute(plan, on_round, warn, _tasks)

@@ -1,6 +1,6 @@
 "use strict";
-// What the page shows is computed here from the saved runs: each round's work (bytes and steps of its
-// clients) and the metric. Moving a slider prices the same rounds for other links and devices.
+// Computes the page's numbers and curves from the saved runs: the work of each round (bytes and steps of its
+// clients) and the metric. A slider prices the same rounds for other links and devices.
 
 const EXPERIMENTS = JSON.parse(document.getElementById("experiments").textContent);
 const AXES = { round: "round", bytes: "bytes sent, all clients, both ways", minutes: "simulated minutes" };
@@ -36,7 +36,7 @@ function price(experiment, run) {
 
 function priceAsSaved(run) {
   let sum = 0;
-  return run.seconds.map((one) => (sum += one === null ? NaN : one) / 60);
+  return run.seconds.map((seconds) => (sum += seconds === null ? NaN : seconds) / 60);
 }
 
 function minutesOf(experiment, run) {
@@ -133,7 +133,7 @@ function line(experiment, method, axis) {
     const centre = mean(scaled), spread = values.length > 1 ? deviation(scaled) : 0;
     const back = experiment.accuracy ? (v) => 100 * Math.min(v, 1) : experiment.logarithmic ? Math.exp : (v) => v;
     rounds.push(i + 1);
-    x.push(along === null ? i + 1 : mean(along.map((one) => one[i])));
+    x.push(along === null ? i + 1 : mean(along.map((positions) => positions[i])));
     middle.push(back(centre));
     low.push(back(centre - spread));
     high.push(back(centre + spread));
@@ -210,15 +210,15 @@ function number3(value) {
 
 function pricing() {
   const latency = cost.latency ? `, ${number3(cost.latency)} s latency` : "";
-  const which = cost.per_round === "mean" ? "the mean over its clients" : "its slowest client";
+  const client = cost.per_round === "mean" ? "the mean of its clients" : "its slowest client";
   return `links of ${number3(cost.down_mbps)} Mbps down and ${number3(cost.up_mbps)} Mbps up, `
-    + `${number3(cost.seconds_per_step)} s a local step${latency}, a round takes ${which}`;
+    + `${number3(cost.seconds_per_step)} s per local step${latency}; a round takes as long as ${client}`;
 }
 
 function drawPricing(place) {
-  const said = place.querySelector("[data-pricing]");
-  if (!said.dataset.saved) said.dataset.saved = said.textContent;
-  said.textContent = cost.as_saved ? said.dataset.saved : pricing();
+  const text = place.querySelector("[data-pricing]");
+  if (!text.dataset.saved) text.dataset.saved = text.textContent;
+  text.textContent = cost.as_saved ? text.dataset.saved : pricing();
 }
 
 function draw(number, axes) {

@@ -1,0 +1,318 @@
+"""Tables of one experiment and of several, in Markdown, in LaTeX and for a terminal."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from fadamgc import escape
+from fadamgc.escape import printable
+from fadamgc.experiments.report.numbers import (
+    TO_TARGET,
+    ReportedExperiment,
+    Results,
+    Row,
+    Spread,
+    measure_title,
+    method_labels,
+)
+
+if TYPE_CHECKING:
+    import rich.table
+
+DASH = "\N{EN DASH}"
+DIVERGED = "diverged"
+MARKDOWN_ALIGNMENT = {"l": ":--", "r": "--:"}
+
+
+class Cell(NamedTuple):
+    """A cell of a table."""
+
+    text: str
+    bold: bool = False
+    math: str | None = None  # what LaTeX shows instead of the text
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of plain texts; every format escapes them."""
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+    align: str  # "l", "c" or "r" per column
+
+    def to_markdown(self) -> str:
+        """Render the table in Markdown."""
+        lines = [
+            _markdown_row(map(escape.markdown, self.header)),
+            "|" + "|".join(MARKDOWN_ALIGNMENT[side] for side in self.align) + "|",
+        ]
+        for row in self.rows:
+            texts = [escape.markdown(cell.text) for cell in row]
+            lines.append(
+                _markdown_row(f"**{t}**" if cell.bold else t for t, cell in zip(texts, row, strict=True))
+            )
+        return "\n".join(lines) + "\n"
+
+    def to_latex(self, group: int) -> str:
+        """Render the table as a LaTeX tabular (needs booktabs), with a rule above every ``group`` rows."""
+        lines = [rf"\begin{{tabular}}{{{self.align}}}", r"\toprule"]
+        lines.append(" & ".join(map(escape.latex, self.header)) + r" \\")
+        for number, row in enumerate(self.rows):
+            if number % group == 0:
+                lines.append(r"\midrule")
+            lines.append(" & ".join(map(_latex_cell, row)) + r" \\")
+        return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"]) + "\n"
+
+    def to_rich(self, title: str) -> rich.table.Table:
+        """Render the table for a terminal."""
+        from rich.table import Table as RichTable
+        from rich.text import Text
+
+        table = RichTable(title=Text(title), title_justify="left")
+        for text, side in zip(self.header, self.align, strict=True):
+            table.add_column(Text(text), justify="left" if side == "l" else "right", no_wrap=side == "l")
+        for row in self.rows:
+            table.add_row(*(Text(cell.text, style="bold" if cell.bold else "") for cell in row))
+        return table
+
+
+def text_rows(rows: Iterable[Iterable[str]]) -> list[list[Cell]]:
+    """Make rows of plain texts."""
+    return [[Cell(text) for text in row] for row in rows]
+
+
+def _markdown_row(texts: Iterable[str]) -> str:
+    return "|" + "".join(f" {text} |" if text else " |" for text in texts)
+
+
+def _latex_cell(cell: Cell) -> str:
+    if cell.math is not None:
+        return cell.math
+    return "--" if cell.text == DASH else escape.latex(cell.text)
+
+
+def number(spread: Spread, form: str, note: str = "", bold: bool = False, unit: str = "") -> Cell:
+    """Show mean ± standard deviation and a note in parentheses; in LaTeX, only the mean is bold."""
+    note = f" ({note})" if note else ""
+    if math.isnan(spread.mean):
+        return Cell(DASH + note)
+    mean, std = (f"{value:{form}}" for value in spread)
+    has_std = not math.isnan(spread.std)
+    text = f"{mean} ± {std}" if has_std else mean
+    strong = rf"\mathbf{{{_in_math(mean)}}}" if bold else _in_math(mean)
+    math_text = rf"${strong} \pm {_in_math(std)}$" if has_std else f"${strong}$"
+    return Cell(text + unit + note, bold, math_text + escape.latex(unit) + note)
+
+
+def _in_math(digits: str) -> str:
+    """Write a number in LaTeX's math mode: 2.13e-06 is 2.13 times a power of ten.
+
+    >>> _in_math("2.13e-06")
+    '2.13 \\\\cdot 10^{-6}'
+    """
+    return re.sub(r"e([+-]\d+)", lambda match: rf" \cdot 10^{{{int(match[1])}}}", escape.latex(digits))
+
+
+def _three_digits(column: Sequence[float]) -> str:
+    """Return the format that shows the largest number of a column with about three digits."""
+    largest = max((value for value in column if math.isfinite(value)), default=0.0)
+    if 0 < largest < 1e-3:
+        return ".2e"
+    decimals = 2 - math.floor(math.log10(largest)) if largest > 0 else 2
+    return f".{max(decimals, 0)}f"
+
+
+# One experiment.
+
+
+def results_table(results: Results) -> Table:
+    """Tabulate an experiment, one row per method.
+
+    Only a method that reached the target with every seed can be the fastest.
+    """
+    rows, accuracy = results.rows, results.accuracy
+    finals = [row.final.mean for row in rows if not math.isnan(row.final.mean) and not row.diverged]
+    best_final = (max if accuracy else min)(finals, default=None)
+    minutes = _three_digits([row.minutes.mean for row in rows])
+    mb = _three_digits([row.mb for row in rows])
+    lines = []
+    for row in rows:
+        final = row.final
+        if accuracy:
+            final, form, unit = Spread(100 * final.mean, 100 * final.std), ".1f", " %"
+        else:
+            form, unit = ".2e", ""
+        lines.append(
+            [
+                Cell(printable(row.method.label) + _run_count(row, results)),
+                to_target(results, row, "rounds", ".1f", " reached"),
+                to_target(results, row, "minutes", minutes, " reached"),
+                final_cell(row, final, form, unit, not row.diverged and row.final.mean == best_final),
+                Cell(DASH if math.isnan(row.mb) else f"{row.mb:{mb}}"),
+            ]
+        )
+    target, metric = results.target, printable(results.spec.task.metric)
+    header = ["Method", f"Rounds to {target}", f"Minutes to {target}", f"Final {metric}", "MB per round"]
+    return Table(header, lines, "lrrrr")
+
+
+def _run_count(row: Row, results: Results) -> str:
+    """Return the number of runs of a method where some are missing."""
+    seeds, damaged = len(results.spec.run.seeds), len(results.damaged.get(row.method.label, ()))
+    more = f", {damaged} damaged" if damaged else ""
+    return "" if row.runs == seeds else f" ({row.runs} of {seeds} runs{more})"
+
+
+def to_target(results: Results, row: Row, measure: str, form: str = ".1f", word: str = "") -> Cell:
+    """Show the rounds or minutes to the target, with the runs that reached it where not all did."""
+    if not row.runs or results.spec.run.target is None:
+        return Cell(DASH)
+    if row.all_diverged and not row.reached:
+        return Cell(DIVERGED)
+    more = f", {row.diverged} {DIVERGED}" if row.diverged else ""
+    if not row.reached:
+        return Cell(f"never (0/{row.runs}{more})")
+    note = "" if row.reached == row.runs else f"{row.reached}/{row.runs}{word}{more}"
+    complete = row.reached == len(results.spec.run.seeds)
+    spread: Spread = getattr(row, measure)
+    return number(spread, form, note, complete and spread.mean == _best(results, measure))
+
+
+def _best(results: Results, measure: str) -> float:
+    """Return the best mean of the methods that reached the target, or finished, with every seed."""
+    reach = measure in TO_TARGET
+    means: list[float] = [
+        mean
+        for row in results.rows
+        if (row.reached if reach else row.runs - row.diverged) == len(results.spec.run.seeds)
+        and not math.isnan(mean := getattr(row, measure).mean)
+    ]
+    return (max if results.accuracy and not reach else min)(means, default=math.nan)
+
+
+def final_cell(row: Row, final: Spread, form: str, unit: str = "", bold: bool = False) -> Cell:
+    """Show the metric at the end, with the number of runs that diverged."""
+    if row.all_diverged:
+        return Cell(DIVERGED)
+    note = f"{row.diverged}/{row.runs} {DIVERGED}" if row.diverged else ""
+    return number(final, form, note, bold, unit)
+
+
+def results_markdown(results: Results) -> str:
+    """Render the table of an experiment in Markdown, with its caption and legend."""
+    table = results_table(results).to_markdown()
+    return f"{escape.markdown(caption(results))}.\n{legend(results)}\n\n{table}"
+
+
+def caption(results: Results) -> str:
+    """Return the line above the table."""
+    return f"{printable(results.title)}: {extent(results)}"
+
+
+def extent(results: Results) -> str:
+    """Say how much was run."""
+    count = len(results.spec.run.seeds)
+    return f"{results.spec.run.rounds} rounds, {count} seed{'s' if count > 1 else ''}"
+
+
+def legend(results: Results) -> str:
+    """Explain the table."""
+    return (
+        "Mean ± sample standard deviation over seeds; rounds and minutes over the seeds that reached the "
+        f"target. Minutes are simulated: {pricing(results)}. "
+        f"MB per round: down and up, all clients together.{_diverged_note(results.rows)}"
+    )
+
+
+def _diverged_note(rows: Iterable[Row]) -> str:
+    if not any(row.diverged for row in rows):
+        return ""
+    return " Diverged: the last metric or a client's update was not finite; no mean includes these runs."
+
+
+def pricing(results: Results) -> str:
+    """Say how rounds are priced; web/page.js has the same sentence."""
+    cost = results.cost
+    links = f"links of {_range(cost.down_mbps)} Mbps down and {_range(cost.up_mbps)} Mbps up"
+    steps = f"{_range(cost.seconds_per_step)} s per local step"
+    latency = f", {_range(cost.latency)} s latency" if cost.latency else ""
+    client = "the mean of its clients" if cost.per_round == "mean" else "its slowest client"
+    return f"{links}, {steps}{latency}; a round takes as long as {client}"
+
+
+def _range(value: float | tuple[float, ...]) -> str:
+    return f"{min(value):g} to {max(value):g}" if isinstance(value, tuple) else f"{value:g}"
+
+
+# Several experiments, in the shape of the paper's tables.
+
+
+def summary_table(
+    experiments: Sequence[ReportedExperiment], measure: str, precise_minutes: bool = False
+) -> Table:
+    """Tabulate a measure, one row per experiment and one column per method.
+
+    Only a method that reached the target with every seed can be the best; or that finished with every seed,
+    where the measure is the metric. ``precise_minutes``: with the digits of ``results_table``.
+    """
+    labels = method_labels(experiments)
+    lines = []
+    for experiment in experiments:
+        results = experiment.results
+        rows = {row.method.label: row for row in results.rows}
+        minutes = _three_digits([row.minutes.mean for row in results.rows]) if precise_minutes else ".1f"
+        line = [Cell(experiment.name)]
+        for label in labels:
+            if label not in rows:
+                line.append(Cell(DASH))
+            elif measure in TO_TARGET:
+                form = minutes if measure == "minutes" else ".1f"
+                line.append(to_target(results, rows[label], measure, form))
+            else:
+                line.append(_metric_cell(results, rows[label], measure))
+        lines.append(line)
+    return Table([measure_title(experiments, measure), *labels], lines, "l" + "r" * len(labels))
+
+
+def _metric_cell(results: Results, row: Row, measure: str) -> Cell:
+    """Show the metric at the end or its average, with the number of seeds that finished where not all did."""
+    spread: Spread = getattr(row, measure)
+    if not row.runs or math.isnan(spread.mean):
+        return Cell(DIVERGED if row.all_diverged else DASH)
+    finished, seeds = row.runs - row.diverged, len(results.spec.run.seeds)
+    note = "" if finished == seeds else f"{finished}/{seeds}"
+    if note and row.diverged:
+        note += f", {row.diverged} {DIVERGED}"
+    bold = finished == seeds and spread.mean == _best(results, measure)
+    return number(spread, ".1%" if results.accuracy else ".2e", note, bold)
+
+
+def summary_markdown(experiments: Sequence[ReportedExperiment], measures: Sequence[str] = TO_TARGET) -> str:
+    """Render the tables of several experiments in Markdown, with a legend."""
+    tables = [summary_table(experiments, measure).to_markdown() for measure in measures]
+    did = "reached the target" if set(measures) <= set(TO_TARGET) else "finished"
+    note = (
+        f"Mean ± sample standard deviation over the seeds that {did}; (k/n): k of n seeds did. "
+        "Bold: the best of the methods that did with every seed."
+        + _diverged_note(row for experiment in experiments for row in experiment.results.rows)
+    )
+    return "\n".join([*tables, f"{note}\n"])
+
+
+def summary_latex(
+    experiments: Sequence[ReportedExperiment],
+    measures: Sequence[str] = TO_TARGET,
+    precise_minutes: bool = False,
+) -> str:
+    """Render the tables of several experiments as one LaTeX tabular."""
+    lines = []
+    for measure in measures:
+        table = summary_table(experiments, measure, precise_minutes)
+        titles = [table.header[0]] + [""] * (len(table.rows) - 1)
+        lines += [[Cell(title), *row] for title, row in zip(titles, table.rows, strict=True)]
+    labels = method_labels(experiments)
+    return Table(["Measure", "Data", *labels], lines, "ll" + "c" * len(labels)).to_latex(len(experiments))
