@@ -590,14 +590,14 @@ def test_a_federation_sends_adapters_and_nothing_else(bases, data, tmp_path):
     pytest.importorskip("flwr", reason="Flower is not installed")
     from fadamgc.federation.settings import Settings
     from fadamgc.flower import client_app
-    from fadamgc.flower.clientapp import number
+    from fadamgc.flower.clientapp import client_number
     from fadamgc.flower.coordinator import Coordinator
     from fadamgc.flower.strategy import Strategy
     from test_flower import Here, TaskIdentity, held
 
     TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
     task = task_of(bases["bert"], data, clients=2)
-    app = client_app(lambda context: (task.model, task.loss, task.pairs[number(context)]))
+    app = client_app(lambda context: (task.model, task.loss, task.pairs[client_number(context)]))
     settings = Settings(rounds=2, local_epochs=1, batch_size=8)
     coordinator = Coordinator(fadamgc.FAdamGC(), task, 2, settings, "texts", tmp_path / "server")
     grid, down = Here(app, tmp_path, 2), []

@@ -18,8 +18,7 @@ from fadamgc.federation.settings import Settings
 from fadamgc.methods import algorithm_class, make_algorithm
 
 BIND_VARIABLE = "FADAMGC_BIND_CLIENTS"  # in the ServerApp's environment: what bind-clients = "auto" means
-DEFAULTS = {"rounds": 10}
-DEFAULT_LOCAL_STEPS = 10
+DEFAULT_ROUNDS = 10
 # Settings of ``simulate`` that a config cannot have: a value in a config is one number or one text, and a
 # server writes a checkpoint after every round and drops updates that are not finite.
 NOT_IN_CONFIG = ("schedule", "on_nonfinite", "checkpoint_every", "dtype")
@@ -124,12 +123,10 @@ def read_config(config: Mapping[str, Any]) -> ServerConfig:
             raise InputError(f"config {key}={shown(value)} is not known{known}")
     values = {keys[key]: value for key, value in config.items() if key in keys}
     options = {f.name: _converted(f.name, values[f.name]) for f in fields(ServerOptions) if f.name in values}
-    settings = DEFAULTS | {f.name: values[f.name] for f in fields(Settings) if f.name in values}
-    if not {"local_steps", "local_epochs"} & settings.keys():
-        settings["local_steps"] = DEFAULT_LOCAL_STEPS
+    settings = {f.name: values[f.name] for f in fields(Settings) if f.name in values}
     return ServerConfig(
         make_algorithm(algorithm, **{key: config[key] for key in hyperparameters if key in config}),
-        Settings(**settings),
+        Settings.of(**{"rounds": DEFAULT_ROUNDS} | settings),
         ServerOptions(**options),
         {key: value for key, value in config.items() if "." in key},
     )
