@@ -86,7 +86,9 @@ def edges() -> dict[tuple[str, str], str]:
     """All edges between rooms, imports inside functions included, each with a module that has it."""
     found = {}
     for file in sorted(ROOT.rglob("*.py")):
-        module = ".".join(("fadamgc", *file.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
+        module = ".".join(("fadamgc", *file.relative_to(ROOT).with_suffix("").parts)).removesuffix(
+            ".__init__"
+        )
         for node in ast.walk(ast.parse(file.read_text())):
             for name in imported(node):
                 found[room_of(module), room_of(name)] = module

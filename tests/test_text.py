@@ -27,9 +27,8 @@ from fadamgc.tasks.sections import task_spec
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("peft", reason="peft is not installed")
 
-from fadamgc.federation.problem import Problem
-
 from fadamgc import tasks
+from fadamgc.federation.functions import TaskFunctions
 from fadamgc.models import text as models
 from fadamgc.models.pretrained import TARGETS, default_adapters, load_base, lora
 from fadamgc.models.text import TextClassifier, encode
@@ -331,18 +330,18 @@ def test_auto_runs_texts_too(bases, data):
 
 
 def test_only_adapters_and_head_are_in_the_flat_vector(bases, data):
-    problem = Problem(task_of(bases["bert"], data))
+    problem = TaskFunctions(task_of(bases["bert"], data))
     assert all("lora_" in name or "classifier" in name for name in problem.flat.names)
     assert problem.flat.d == 3 * 2 * 2 * 8 * 16 + 2 * 16 + 2
     assert problem.buffers0 == {}
 
 
 def test_the_base_model_is_in_memory_once(bases, data):
-    from fadamgc.sim.executors.threads import Place
+    from fadamgc.sim.executors.threads import Trainer
 
     task = task_of(bases["bert"], data)
-    problem = Problem(task)
-    places = [Place(problem) for _ in range(2)]
+    problem = TaskFunctions(task)
+    places = [Trainer(problem) for _ in range(2)]
     modules = [task.model, problem.module, *(place.module for place in places)]
     where = [{n: p.data_ptr() for n, p in m.named_parameters() if n in problem.fixed} for m in modules]
     assert where[0]
@@ -529,7 +528,7 @@ def test_a_run_leaves_an_adapter_that_peft_alone_reads(bases, folders, tmp_path,
     torch.testing.assert_close(torch.tensor([shares["negative"], shares["positive"]]), alone)
     trained = dict(run.model.named_parameters())
     saved = dict(net.named_parameters())
-    for name in Problem(task).flat.names:
+    for name in TaskFunctions(task).flat.names:
         torch.testing.assert_close(trained[name], saved[name.removeprefix("net.")], rtol=1e-3, atol=1e-5)
 
     shown = CliRunner().invoke(app, ["predict", str(folder), "a lovely film"])
@@ -604,7 +603,7 @@ def test_a_federation_sends_adapters_and_nothing_else(bases, data, tmp_path):
     push = grid.push_messages
     grid.push_messages = lambda messages: (down.extend(held(m.content) for m in messages), push(messages))[1]
     Strategy(coordinator, round_timeout=60, wait_timeout=60, poll=0.01).start(grid)
-    trained = Problem(task).flat.d
+    trained = TaskFunctions(task).flat.d
     assert max(down) == 2 * 4 * trained  # x and y
     assert sum(down) == sum(r.bytes_down for r in coordinator.history)
     run = fadamgc.simulate(
