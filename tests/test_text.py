@@ -311,7 +311,7 @@ def test_auto_leaves_out_what_cannot_run_the_model(bases, data, monkeypatch):
         raise InputError("not this one")
 
     monkeypatch.setattr("fadamgc.sim.executors.threads.ThreadsExecutor.run", fails)
-    monkeypatch.setattr("fadamgc.sim.executors.auto.LONG", 0)
+    monkeypatch.setattr("fadamgc.sim.executors.auto.LONG_RUN", 0)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
