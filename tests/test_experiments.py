@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fadamgc import CostModel, InputError, files
+from fadamgc import CostModel, InputError, files, simulate
 from fadamgc.data import digits
 from fadamgc.errors import FadamgcError
 from fadamgc.experiments.folder import FILES, ExperimentFolder
@@ -419,7 +419,11 @@ def test_resume_may_add_and_may_not_take_away(tmp_path):
         (spec.replace("run", seeds=(1,)), r"\[run\] seeds=\[0, 1\] there, \[1\] here"),
         (spec.replace("run", rounds=2), r"\[run\] rounds=1 there, 2 here"),
         (spec.replace("task", alpha=2.0), r"\[task\] alpha=1.0 there, 2.0 here"),
-        (spec.only(["fadamgc"]), r"\[\[method\]\]='LocalAdam' there, None here"),
+        (spec.only(["fadamgc"]), "LocalAdam: algorithm='local_adam' there, None here"),
+        (
+            parse_spec(spec.to_toml().replace('algorithm = "local_adam"', 'algorithm = "fedavg"'), "x"),
+            "LocalAdam: algorithm='local_adam' there, 'fedavg' here",
+        ),
         (
             parse_spec(spec.to_toml().replace("eta_l = 1e-05", "eta_l = 1e-06"), "x"),
             "LocalAdam: eta_l=1e-05 there",
@@ -759,7 +763,7 @@ def test_every_method_has_the_same_grid(tmp_path):
 def test_a_stopped_run_goes_on_where_it_was(tmp_path):
     spec = spec_of(TINY.replace("rounds = 3", "rounds = 60", 1))
     job = ExperimentFolder(tmp_path).plan(spec)[-1]
-    whole = execution.simulate_alone(job)
+    whole = simulate(**execution.arguments(job, build_task(job.task, job.seed)), progress=False)
 
     def stop_after(rounds: int):
         done = 0

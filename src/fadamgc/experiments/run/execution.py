@@ -136,12 +136,6 @@ def dry_run(planned: PlannedRun, task: Task) -> DiskSpace:
     return DiskSpace(record=run.rounds * (300 + 60 * sampled), checkpoint=2 * states)
 
 
-def simulate_alone(planned: PlannedRun) -> Run:
-    """Make one run by itself, and save nothing."""
-    task = build_task(planned.task, planned.seed, planned.validation)
-    return planned.labelled(simulate(**arguments(planned, task), progress=False))
-
-
 def share_compiled_code() -> None:
     """Make the folder of compiled code, so that processes started from here use the same one."""
     if compiler() is not None:
