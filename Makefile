@@ -7,14 +7,14 @@ WORKERS ?= 2
 SEED    ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-e2e fuzz results bench check format clean
+.PHONY: help install demo test test-e2e fuzz docs results bench check format clean
 
 help:  ## Show this list
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
-install: $(VENV)/.installed  ## Make the virtual environment and install everything into it
+install: $(VENV)/.installed  ## Create the virtual environment and install everything into it
 
-# torch comes first and on its own, so that nothing else can pull another build of it.
+# torch is installed first and alone, so that no other package brings another build of torch.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(f"Python 3.11 or newer is needed, this is {v}; set PYTHON=") if v < (3, 11) else None'
 	$(PYTHON) -m venv $(VENV)
@@ -22,7 +22,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-demo: install  ## Compare the seven methods of the paper on digits; results in out/compare
+demo: install  ## Compare the paper's seven methods on digits; results in out/compare
 	$(BIN)/fadamgc compare --out $(OUT) --overwrite
 
 test: install  ## Run all tests
@@ -31,13 +31,17 @@ test: install  ## Run all tests
 test-e2e: install  ## Run the tests with a real SuperLink and SuperNodes, on loopback
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) tests/e2e
 
-fuzz: install  ## Try bad input of every kind; SEED=1 BUDGET='specs=20000 arguments=5000' for more of it
+fuzz: install  ## Try bad input of every kind; SEED=1 BUDGET='specs=20000 arguments=5000' for other and more cases
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --seed $(SEED) --processes $(WORKERS) $(BUDGET)
+
+docs: install  ## Write the generated tables of README.md and docs/*.md
+	$(BIN)/python docs/tables.py
+	$(BIN)/python -m fadamgc.paper.comparison results docs/results.md
 
 results: install  ## Write docs/results.md from the records under results/
 	$(BIN)/python -m fadamgc.paper.comparison results docs/results.md
 
-bench: install  ## Measure beside a bare loop, pfl and Flower (over an hour; nothing else should run)
+bench: install  ## Measure the speed next to a bare loop, pfl and Flower (over an hour; nothing else should run)
 	$(BIN)/python benchmarks/bench.py
 
 check: install  ## Lint and type-check
@@ -49,5 +53,5 @@ format: install  ## Format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-clean:  ## Remove the environment and what the tools left behind (not results)
+clean:  ## Remove the environment and the caches of the tools (not results)
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build src/*.egg-info

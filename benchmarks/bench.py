@@ -1,4 +1,4 @@
-"""The orchestrator: every system in turn, one or a few rounds at a time, so that all see the same machine.
+"""The orchestrator: systems take turns of one or a few rounds, so that all are measured under the same load.
 
 python benchmarks/bench.py [--only digits,cnn] [--repeats 5] [--quick] [--out results/benchmarks]
 """
@@ -25,21 +25,21 @@ from systems import DISTURBED, SYSTEMS, System, Turn, Worker, WorkerError, run_p
 from workloads import OPTIMIZERS, WORKLOADS, Workload
 
 Results = dict[str, Any]
-TRIES = 4  # of a turn that something else on the machine disturbs
+TRIES = 4  # of a turn that other processes disturb
 PAUSE = 5.0  # seconds before the next try
 
 
 def measure_group(
     workload: Workload, optimizer: str, systems: list[System], absent: dict[str, str], repeats: int
 ) -> Results:
-    """All systems on one workload with one local optimizer, interleaved.
+    """Measure all systems on one workload with one local optimizer, interleaved.
 
     Args:
         workload: what to train.
         optimizer: "sgd" or "adam".
-        systems: those to measure.
-        absent: why an environment could not be made, by its name.
-        repeats: turns that each system gets.
+        systems: the systems to measure.
+        absent: environments that could not be created, with the reasons.
+        repeats: turns per system.
     """
     entries: dict[str, Results] = {}
     workers: dict[str, Worker] = {}
@@ -78,19 +78,19 @@ def measure_group(
 
 
 def take_turn(worker: Worker, rounds: int) -> list[Turn]:
-    """One turn that counts, after any tries that did not.
+    """Run one turn, again if it was disturbed; only the last try counts.
 
-    A loop on two threads is many times slower when something else has one of the cores, which would flatter
-    every other system. So a turn is tried again if the machine was not quiet; what is looked at is the CPU
-    that others used, never the turn's own time, and the rule is the same for all systems. The last try
-    counts in any case, and the table tells of those that were disturbed.
+    A loop on two threads is many times slower when another process uses one of the cores, which would flatter
+    every other system. So a turn is repeated if other processes were busy. The rule looks at the CPU time of
+    other processes, never at the time of the turn, and is the same for all systems. The last try counts in
+    any case, and the table says how many turns were disturbed.
     """
     tries: list[Turn] = []
     for number in range(TRIES):
         tries.append(worker.go(rounds))
         if tries[-1].others <= DISTURBED:
             break
-        say(f"  disturbed: something else used {tries[-1].others:.2f} cores")
+        say(f"  disturbed: other processes used {tries[-1].others:.2f} cores")
         if number < TRIES - 1:
             time.sleep(PAUSE)
     tries[-1].counts = True
@@ -119,7 +119,7 @@ def _facts(workload: Workload) -> Results:
 
 
 def make_environments(systems: list[System]) -> dict[str, str]:
-    """Make what is needed; returns why one could not be made, by name."""
+    """Create the environments; return the names of those that could not be created, with the reasons."""
     absent = {}
     for name in dict.fromkeys(system.environment for system in systems):
         try:
@@ -131,7 +131,7 @@ def make_environments(systems: list[System]) -> dict[str, str]:
 
 
 def write(results: Results, out: Path) -> None:
-    """Results, table and chart; the results in one piece or not at all."""
+    """Write results, table and chart; each file is replaced in one step."""
     out.mkdir(parents=True, exist_ok=True)
     _replace(out / "results.json", json.dumps(results, indent=1))
     _replace(out / "table.md", table(results))
@@ -153,27 +153,27 @@ def _chosen(text: str | None, known: list[str], what: str) -> list[str]:
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Read the command line."""
     arguments = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     arguments.add_argument("--only", help=f"workloads, of {','.join(WORKLOADS)}")
     arguments.add_argument("--optimizers", help=f"of {','.join(OPTIMIZERS)}")
     arguments.add_argument("--systems", help=f"of {','.join(s.name for s in SYSTEMS)}")
     arguments.add_argument("--extras", help=f"of {','.join(EXTRAS)}, or none")
-    arguments.add_argument("--repeats", type=int, help="turns of each system (5; with --quick 2)")
+    arguments.add_argument("--repeats", type=int, help="turns per system (5; with --quick 2)")
     arguments.add_argument("--quick", action="store_true", help="digits only and small extras: does it work?")
     arguments.add_argument("--out", type=Path, default=Path("results/benchmarks"))
     return arguments.parse_args()
 
 
 def _without_folder(words: list[str]) -> list[str]:
-    """A command line without its --out, which is a path of this machine's."""
+    """Return a command line without --out, which is a path of this machine."""
     at = words.index("--out") if "--out" in words else len(words)
     return [word for word in (*words[:at], *words[at + 2 :]) if not word.startswith("--out=")]
 
 
 def main() -> None:
-    """Measure, and write after every group, so that an interruption loses little."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that workers are ended
+    """Measure, and write after each group, so that an interruption loses little."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that workers are stopped
     options = parse()
     quick = options.quick
     repeats = options.repeats or (2 if quick else 5)

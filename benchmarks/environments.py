@@ -1,4 +1,4 @@
-"""The rivals' environments: ``.bench/pfl`` and ``.bench/flower`` under the root, made when they are needed.
+"""The environments of the other systems, ``.bench/pfl`` and ``.bench/flower``, created when they are needed.
 
 python benchmarks/environments.py [pfl] [flower]
 """
@@ -19,16 +19,16 @@ RIVALS = ("pfl", "flower")
 
 
 class NoEnvironmentError(RuntimeError):
-    """An environment could not be made; the message says why."""
+    """An environment could not be created; the message says why."""
 
 
 def python_of(name: str) -> Path:
-    """The interpreter of an environment; "own" is the one that runs this."""
+    """Return the interpreter of an environment; "own" is the running interpreter."""
     return Path(sys.executable) if name == "own" else FOLDER / name / "bin" / "python"
 
 
 def ensure(name: str) -> Path:
-    """Make an environment unless it is there in its present version; returns its interpreter."""
+    """Create an environment unless it exists in its present version; return its interpreter."""
     python = python_of(name)
     if name == "own":
         _check_torch(python)
@@ -37,7 +37,7 @@ def ensure(name: str) -> Path:
     wanted = hashlib.sha256(TORCH.encode() + requirements.read_bytes()).hexdigest()
     stamp = FOLDER / name / "installed"
     if not (stamp.exists() and stamp.read_text() == wanted):
-        say(f"making the environment {name} (once): torch, then {requirements.name}")
+        say(f"creating the environment {name} (once): torch, then {requirements.name}")
         _make(python, requirements)
         stamp.write_text(wanted)
     _check_torch(python)
@@ -48,13 +48,13 @@ def _make(python: Path, requirements: Path) -> None:
     FOLDER.mkdir(exist_ok=True)
     (FOLDER / ".gitignore").write_text("*\n")
     venv.create(python.parent.parent, with_pip=True, clear=True)
-    _run(python, "-m", "pip", "install", "--quiet", TORCH)  # first, so that nothing brings another build
+    _run(python, "-m", "pip", "install", "--quiet", TORCH)  # first, and so the only build
     _check_torch(python)
     _run(python, "-m", "pip", "install", "--quiet", "--requirement", str(requirements))
 
 
 def _check_torch(python: Path) -> None:
-    """Refuse a build of torch for GPUs: rivals have been known to bring one along."""
+    """Refuse a build of torch for GPUs, which other packages may have installed."""
     version = _run(python, "-c", "import torch; print(torch.__version__)").strip()
     if not version.endswith("+cpu"):
         raise NoEnvironmentError(f"torch is {version} in {python.parent.parent.name}, not a CPU build")
@@ -69,7 +69,7 @@ def _run(python: Path, *arguments: str) -> str:
 
 
 def say(message: str) -> None:
-    """Progress, apart from the results."""
+    """Print progress to stderr, apart from the results."""
     print(message, file=sys.stderr, flush=True)
 
 

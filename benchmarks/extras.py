@@ -1,4 +1,4 @@
-"""Measurements beside the rounds: the machine's own speed, starting, scale, memory, sweeps."""
+"""Measurements other than rounds: the speed of the machine, starting, scale, memory, sweeps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from environments import say
 from systems import SYSTEMS, Worker, WorkerError, busy_seconds, run_probe
 
 Found = dict[str, Any]
-STATES_GB = 16  # free memory that the clients' states of ResNet-18 need when they are kept in it
+STATES_GB = 16  # free memory that the clients' states of ResNet-18 need
 
 
 def _probe(name: str, variables: dict[str, str] | None = None, **keywords: Any) -> Any:
@@ -22,13 +22,13 @@ def _probe(name: str, variables: dict[str, str] | None = None, **keywords: Any) 
 
 
 def speed(quick: bool) -> Found:
-    """The machine's matrix product, and the operations in a training step."""
+    """Measure the machine's matrix product, and count the operations of a training step."""
     del quick
     return {"sgemm_gflops": _probe("sgemm"), "step_flops": _probe("flops")}
 
 
 def start(quick: bool) -> Found:
-    """Importing the package; the first round of digits with a cold and with a warm compile cache."""
+    """Measure the import, and the first round of digits with a cold and with a warm compile cache."""
     found: Found = {"imports": [_probe("imports") for _ in range(2 if quick else 5)]}
     ours = next(system for system in SYSTEMS if system.name == "ours_fadamgc")
     command = ours.command("digits", "adam", "--warmup=1")
@@ -42,13 +42,13 @@ def start(quick: bool) -> Found:
 
 
 def scale(quick: bool) -> Found:
-    """Very many clients."""
+    """Measure time and memory with very many clients."""
     sizes = (1_000, 10_000) if quick else (1_000, 10_000, 100_000)
     return {"runs": [_probe("scale", clients=n) for n in sizes]}
 
 
 def memory(quick: bool) -> Found:
-    """ResNet-18 and a hundred clients that keep states, in memory and in files."""
+    """Measure ResNet-18 with a hundred clients that keep states, in memory and in files."""
     found: Found = {}
     for states in ("memory", "files"):
         if states == "memory" and not quick and available_gb() < STATES_GB:
@@ -63,14 +63,14 @@ def memory(quick: bool) -> Found:
 
 
 def texts(quick: bool) -> Found:
-    """A pretrained transformer with adapters: one client and a hundred."""
+    """Measure a pretrained transformer with adapters: one client and a hundred."""
     less = {"rounds": 2} if quick else {}
     kinds = ((1, 1, "memory"), (100, 10, "memory"), (100, 100, "memory"), (100, 100, "files"))
     return {"runs": [_probe("texts", clients=n, sampled=S, states=at, **less) for n, S, at in kinds]}
 
 
 def sweep(quick: bool) -> Found:
-    """Sixteen runs in one call, with the bare loop before and after."""
+    """Measure sixteen runs in one call, with the bare loop before and after."""
     bare = next(system for system in SYSTEMS if system.name == "bare")
     rounds = 5 if quick else 1000
     with Worker(bare.command("digits", "adam")) as worker:
@@ -81,7 +81,7 @@ def sweep(quick: bool) -> Found:
 
 
 def available_gb() -> float:
-    """Memory that is free or can be made free."""
+    """Return the memory that is free or can be freed."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]) / 2**20
 
@@ -92,7 +92,7 @@ EXTRAS: dict[str, Callable[[bool], Found]] = {
 
 
 def measure(name: str, quick: bool) -> Found:
-    """One of them, with the cores that something else used meanwhile; what fails says so in its place."""
+    """Run one measurement, and add the cores that other processes used; on failure, return the reason."""
     say(f"extra: {name}")
     busy, own, began = busy_seconds(), _children(), time.monotonic()
     try:
@@ -105,6 +105,6 @@ def measure(name: str, quick: bool) -> Found:
 
 
 def _children() -> float:
-    """CPU seconds of all processes that this one started and that have ended."""
+    """Return the CPU seconds of all child processes that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime

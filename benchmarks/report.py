@@ -1,4 +1,4 @@
-"""The table and the chart, from saved results alone.
+"""Write the table and the chart from saved results, without measuring.
 
 python benchmarks/report.py results/benchmarks/results.json
 """
@@ -17,11 +17,11 @@ GB, KB = 2**30, 2**10
 
 
 class Line(NamedTuple):
-    """One system in one group, in numbers."""
+    """The numbers of one system in one group."""
 
     label: str
     name: str
-    seconds: float  # of a round: median over repeats
+    seconds: float  # per round: median over repeats
     low: float
     high: float
     ratio: float  # how many times as fast as the bare loop: median over repeats
@@ -29,7 +29,7 @@ class Line(NamedTuple):
     ratio_high: float
     start: float  # seconds from the start of the process to the end of its first round
     peak: int  # bytes
-    idle: float  # CPU used while others had their turn
+    idle: float  # cores used while other systems had their turn
     version: str
 
 
@@ -42,22 +42,22 @@ class Missing(NamedTuple):
 
 
 def per_repeat(system: Results) -> list[float]:
-    """Seconds of a round in each repeat."""
+    """Return the seconds per round of each repeat."""
     return [mean(turn["seconds"]) for turn in system["turns"] if turn["counts"]]
 
 
 def ratios(system: Results, yardstick: Results) -> list[float]:
-    """How many times as fast as the yardstick, in each repeat."""
+    """Return how many times as fast as the yardstick a system is, for each repeat."""
     pairs = zip(per_repeat(yardstick), per_repeat(system), strict=True)
-    return [reference / own for reference, own in pairs]
+    return [reference / seconds for reference, seconds in pairs]
 
 
 def lines(group: Results) -> Iterator[Line | Missing]:
-    """The rows of a group's table."""
+    """Yield the rows of a group's table."""
     bare = next((s for s in group["systems"] if s["name"] == "bare" and "turns" in s), None)
     for system in group["systems"]:
         if system["name"] == "ours_fedavg" and group["optimizer"] != "sgd":
-            continue  # there for _correction only: SGD beside the bare loop's Adam is no comparison
+            continue  # only for _correction: SGD is not comparable with the bare loop's Adam
         if "turns" not in system:
             yield Missing(system["label"], system["name"], system["not_measured"])
             continue
@@ -81,11 +81,11 @@ def lines(group: Results) -> Iterator[Line | Missing]:
 
 
 def table(results: Results) -> str:
-    """Everything that was measured, in Markdown."""
+    """Return all measurements in Markdown."""
     machine, settings = results["machine"], results["settings"]
     parts = [
         f"{machine['cpu']}, {machine['cores']} cores, {machine['simd']}, torch {machine['torch']}; "
-        f"{results['date']}; {settings['repeats']} interleaved repeats; median (least to most)."
+        f"{results['date']}; {settings['repeats']} interleaved repeats; median (minimum to maximum)."
     ]
     parts += [_group_table(group, results) for group in results["groups"]]
     parts += [text for text in (_correction(results), *_extras(results)) if text]
@@ -93,7 +93,7 @@ def table(results: Results) -> str:
 
 
 def summary(results: Results) -> str:
-    """The speeds alone: a row for each group, a column for each system that the README speaks of."""
+    """Return the speeds alone, for the README: one row per group, one column per system."""
     columns = {
         "ours_fedavg": "fadamgc: FedAvg",
         "ours_local_adam": "LocalAdam",
@@ -106,18 +106,18 @@ def summary(results: Results) -> str:
     }
     rows = []
     for group in results["groups"]:
-        found = {line.name: line for line in lines(group)}
-        cells = [_speed_of(found.get(name)) for name in columns]
-        bare = found["bare"]
+        by_name = {line.name: line for line in lines(group)}
+        cells = [_speed_of(by_name.get(name)) for name in columns]
+        bare = by_name["bare"]
         seconds = _s(bare.seconds) if isinstance(bare, Line) else ""
         rows.append([f"{group['workload']['name']}, {group['optimizer']}", seconds, *cells])
     kept = [i for i in range(len(columns) + 2) if i < 2 or any(row[i] for row in rows)]
-    head = ["Workload", "bare loop, s a round", *columns.values()]
+    head = ["Workload", "bare loop, s per round", *columns.values()]
     machine = results["machine"]
     note = (
-        f"Speed of a round, bare PyTorch loop = 1, medians of {results['settings']['repeats']} interleaved "
-        f"repeats on {machine['cores']} cores ({machine['cpu']}, {machine['simd']}), "
-        f"torch {machine['torch']}."
+        f"Rounds per second, relative to a bare PyTorch loop (1.00); higher is faster. Medians of "
+        f"{results['settings']['repeats']} interleaved repeats on {machine['cores']} cores "
+        f"({machine['cpu']}, {machine['simd']}), torch {machine['torch']}."
     )
     return f"{note}\n\n{markdown([head[i] for i in kept], [[row[i] for i in kept] for row in rows])}\n"
 
@@ -149,22 +149,22 @@ def _group_table(group: Results, results: Results) -> str:
                 _share(group, line, results),
             ]
         )
-    head = ["System", "Seconds a round", "Speed, bare loop = 1", "Start, s", "Peak GB", "Share of sgemm"]
+    head = ["System", "Seconds per round", "Speed, bare loop = 1", "Start, s", "Peak GB", "Share of sgemm"]
     turns = [turn for system in group["systems"] for turn in system.get("turns", ())]
     counted = [turn for turn in turns if turn["counts"]]
     limit = results["settings"]["disturbed"]
     disturbed = sum(turn["others"] > limit for turn in counted)
     idle = max((line.idle for line in lines(group) if isinstance(line, Line)), default=0.0)
     note = (
-        f"{len(turns) - len(counted)} turns were tried again because something else used more than {limit} "
-        f"of a core; {disturbed} of the {len(counted)} that count were disturbed all the same. "
-        f"A worker that waits uses at most {idle:.2f} of a core."
+        f"{len(turns) - len(counted)} turns were repeated because other processes used more than {limit} "
+        f"of a core; {disturbed} of the {len(counted)} turns that count were disturbed nevertheless. "
+        f"A waiting worker uses at most {idle:.2f} of a core."
     )
     return f"{title}\n\n{markdown(head, rows)}\n\n{note}"
 
 
 def _share(group: Results, line: Line, results: Results) -> str:
-    """Operations a second of local training, as a share of the machine's matrix product on 2 threads."""
+    """Return the operations per second of local training, as a share of sgemm on 2 threads."""
     speed = results["extras"].get("speed", {})
     w = group["workload"]
     if "sgemm_gflops" not in speed:
@@ -174,7 +174,7 @@ def _share(group: Results, line: Line, results: Results) -> str:
 
 
 def _correction(results: Results) -> str:
-    """What FAdamGC costs beside FedAvg in this simulator, and beside LocalAdam."""
+    """Return the speed of FAdamGC relative to FedAvg and to LocalAdam in this simulator."""
     rows = []
     for group in results["groups"]:
         systems = {s["name"]: s for s in group["systems"] if "turns" in s}
@@ -204,7 +204,7 @@ def _extras(results: Results) -> Iterator[str]:
             continue
         text = writers[name](found)
         if found["others"] > results["settings"]["disturbed"]:
-            text += f"\n\n(Disturbed: something else used {found['others']:.2f} cores meanwhile.)"
+            text += f"\n\n(Disturbed: other processes used {found['others']:.2f} cores meanwhile.)"
         yield text
 
 
@@ -232,9 +232,9 @@ def _scale(found: Results) -> str:
     for run in found["runs"]:
         per_step = median(run["seconds"][1:]) / (run["sampled"] * run["steps"])
         new = run["participants"][-1] - run["participants"][0]
-        growth = f"{(run['rss'][-1] - run['rss'][0]) / new / KB:.1f}" if new else "nobody new after round 1"
+        growth = f"{(run['rss'][-1] - run['rss'][0]) / new / KB:.1f}" if new else "none after round 1"
         rows.append([f"{run['clients']:,}", f"{per_step * 1e6:.1f}", growth, f"{run['rss'][-1] / GB:.2f}"])
-    head = ["Clients", "µs a client's step", "KB a new participant", "GB at the end"]
+    head = ["Clients", "µs per client step", "KB per new participant", "GB at the end"]
     return f"**Scale: FAdamGC, digits-sized model, S=1,000, K=5, batch 16**\n\n{markdown(head, rows)}"
 
 
@@ -255,7 +255,7 @@ def _memory(found: Results) -> str:
                 f"{median(run['seconds'][1:]):.2f}",
             ]
         )
-    head = ["Clients' states in", "Clients", "Peak GB", "of it not file pages", "Seconds a round"]
+    head = ["Clients' states in", "Clients", "Peak GB", "Peak GB without file pages", "Seconds per round"]
     return f"**Memory: FAdamGC, ResNet-18, every client took part**\n\n{markdown(head, rows)}"
 
 
@@ -272,7 +272,7 @@ def _texts(found: Results) -> str:
         ]
         for run in found["runs"]
     ]
-    head = ["Clients", "in a round", "their states in", "GB before", "Peak GB", "of one client's"]
+    head = ["Clients", "per round", "States in", "GB before", "Peak GB", "Peak, one client = 1"]
     texts = found["runs"][0]["texts"]
     return f"**Memory: FAdamGC, MiniLM with LoRA, {texts} texts**\n\n{markdown(head, rows)}"
 
@@ -282,8 +282,8 @@ def _sweep(found: Results) -> str:
     each = [seconds / (found["runs"] * found["rounds"]) for seconds in found["seconds"]]
     return (
         f"Sweep: {found['runs']} runs of {found['rounds']} rounds of FAdamGC on digits in one call: "
-        f"{each[0] * 1e3:.1f} ms a run's round ({bare / each[0]:.1f} times the bare loop's speed), "
-        f"called again {each[1] * 1e3:.1f} ms ({bare / each[1]:.1f})."
+        f"{each[0] * 1e3:.1f} ms per round of a run ({bare / each[0]:.1f} times the bare loop's speed); "
+        f"in a second call, {each[1] * 1e3:.1f} ms ({bare / each[1]:.1f} times)."
     )
 
 
@@ -292,13 +292,13 @@ def _s(seconds: float) -> str:
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table, numbers to the right."""
+    """Return a Markdown table with right-aligned numbers."""
     align = [":--", *["--:"] * (len(head) - 1)]
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, align, *rows))
 
 
 def chart(results: Results, path: Path) -> None:
-    """Speed beside the bare loop's, one panel a group, on a logarithmic axis."""
+    """Draw the speed relative to the bare loop, one panel per group, on a logarithmic axis."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""The systems that are measured, and how a worker of one is started, asked and stopped."""
+"""The systems that are measured, and how their workers are started, asked and stopped."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from workloads import Workload
 START_TIMEOUT = 900.0  # seconds; a cold compiler or Ray on a loaded machine
 TURN_TIMEOUT = 1800.0
 STOP_TIMEOUT = 15.0
-DISTURBED = 0.3  # cores that something else uses during a turn, from which on it is tried again
+DISTURBED = 0.3  # cores used by other processes; above this limit, a turn is repeated
 TICKS = os.sysconf("SC_CLK_TCK")
 
 # Loopback only, and a process namespace that ends with its first process: nothing that Ray or torchrun
-# starts is reachable from outside or outlives the worker.
+# starts can be reached from outside or survives the worker.
 ISOLATED = ("unshare", "-rn", "--pid", "--fork", "--kill-child", "--mount-proc")
 LOOPBACK = ("sh", "-c", 'ip link set lo up && exec "$@"', "sh")
 
 
-OURS = ("workers.ours", "workers.gradients")  # these have the huge pages that importing fadamgc turns on
+OURS = ("workers.ours", "workers.gradients")  # these use the huge pages that importing fadamgc turns on
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,11 @@ class System:
         label: for tables.
         environment: "own", "pfl" or "flower".
         module: the worker.
-        arguments: of the worker, beside workload and optimizer.
+        arguments: of the worker, in addition to workload and optimizer.
         optimizers: the local optimizers with which it is measured.
-        pictures_only: leave it out where inputs are none.
+        images_only: skip the system if the inputs are not images.
         processes: if above 1, started by torchrun.
-        isolated: runs in namespaces of its own.
+        isolated: runs in its own namespaces.
     """
 
     name: str
@@ -56,18 +56,18 @@ class System:
     environment: str = "own"
     arguments: tuple[str, ...] = ()
     optimizers: tuple[str, ...] = ("sgd", "adam")
-    pictures_only: bool = False
+    images_only: bool = False
     processes: int = 1
     isolated: bool = False
 
     def runs(self, workload: Workload, optimizer: str) -> bool:
-        """Whether it is measured there."""
+        """Return whether the system is measured on a workload with an optimizer."""
         if workload.texts and self.environment != "own":
-            return False  # the others have no transformers in their environments
-        return optimizer in self.optimizers and not (self.pictures_only and len(workload.shape) != 3)
+            return False  # the other environments do not contain transformers
+        return optimizer in self.optimizers and not (self.images_only and len(workload.shape) != 3)
 
     def command(self, workload: str, optimizer: str, *more: str) -> list[str]:
-        """How to start a worker."""
+        """Return the command that starts a worker."""
         torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(self.processes), "-m")
         # The workloads import this package, which turns huge pages on; elsewhere torch's default is measured.
         return [
@@ -101,16 +101,16 @@ SYSTEMS = (
         "bare loop, channels_last",
         "workers.bare",
         arguments=("--channels-last",),
-        pictures_only=True,
+        images_only=True,
     ),
     System(
         "gradients",
         "gradients alone, 2 threads x 1",
         "workers.gradients",
         optimizers=("adam",),
-        pictures_only=True,
+        images_only=True,
     ),
-    # FedAvg is measured beside the Adam methods too, so that FAdamGC can be compared with it.
+    # FedAvg is also measured next to the Adam methods, so that FAdamGC can be compared with it.
     _ours("fedavg", "fadamgc, FedAvg", "sgd", "adam"),
     _ours("local_adam", "fadamgc, LocalAdam", "adam"),
     _ours("fadamgc", "fadamgc, FAdamGC", "adam"),
@@ -130,7 +130,7 @@ SYSTEMS = (
 
 
 def environment_variables() -> dict[str, str]:
-    """Of every worker."""
+    """Return the environment variables of every worker."""
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(HERE), str(ROOT / "src")]),
@@ -143,12 +143,12 @@ def environment_variables() -> dict[str, str]:
 
 
 class WorkerError(RuntimeError):
-    """A worker did not start, or stopped when it should not; the message is its last words."""
+    """A worker did not start, or stopped unexpectedly; the message is the last line of its log."""
 
 
 @dataclass
 class Turn:
-    """What came of one ``go``."""
+    """The result of one ``go``."""
 
     seconds: list[float]
     cpu: float
@@ -156,16 +156,16 @@ class Turn:
     others: float
     """CPU seconds of everything else on the machine, per second of the turn."""
     counts: bool = False
-    """Whether it goes into the table, or was tried again."""
+    """Whether the turn counts in the table, or was repeated."""
 
 
 @dataclass
 class Worker:
-    """A running worker. To be used in a ``with``: on leaving, it and all it started are ended.
+    """A running worker, for a ``with`` statement: at its end, the worker and all its processes are stopped.
 
     Args:
-        command: how to start it.
-        variables: of its environment, beside the usual ones.
+        command: the command that starts it.
+        variables: environment variables, in addition to the usual ones.
     """
 
     command: list[str]
@@ -196,7 +196,7 @@ class Worker:
         return self
 
     def go(self, rounds: int) -> Turn:
-        """Let it run some rounds, and wait for them."""
+        """Let the worker run some rounds, and wait for them."""
         self.idle_cpu += self.cpu() - self._cpu_before
         self.idle_seconds += time.monotonic() - self._since
         cpu, busy, began = self.cpu(), busy_seconds(), time.monotonic()
@@ -218,7 +218,7 @@ class Worker:
         self._cpu_before, self._since = self.cpu(), time.monotonic()
 
     def cpu(self) -> float:
-        """CPU seconds that it and its children have used."""
+        """Return the CPU seconds of the worker and its children."""
         return sum(cpu_seconds(pid) for pid in tree(self.process.pid))
 
     def _answer(self, timeout: float) -> dict[str, Any]:
@@ -233,7 +233,7 @@ class Worker:
         return answer
 
     def last_words(self) -> str:
-        """The last line of its log that says something."""
+        """Return the last line of the worker's log that is not empty."""
         self.log.seek(0)
         lines = [line.strip() for line in self.log.read().decode(errors="replace").splitlines()]
         return next((line for line in reversed(lines) if line), "no message")[:300]
@@ -257,7 +257,7 @@ class Worker:
 
 
 def end_group(process: subprocess.Popen[Any]) -> None:
-    """End a process that leads a group, and what is left of the group."""
+    """Stop a process that leads a process group, and the rest of the group."""
     for sign, patience in ((signal.SIGTERM, 3.0), (signal.SIGKILL, 10.0)):
         try:
             os.killpg(process.pid, sign)
@@ -270,7 +270,7 @@ def end_group(process: subprocess.Popen[Any]) -> None:
 
 
 def tree(pid: int) -> Iterator[int]:
-    """A process and its descendants."""
+    """Yield a process and its descendants."""
     yield pid
     try:
         threads = list(Path(f"/proc/{pid}/task").iterdir())
@@ -282,7 +282,7 @@ def tree(pid: int) -> Iterator[int]:
 
 
 def peaks(pid: int) -> dict[int, int]:
-    """Peak resident memory in bytes (VmHWM) of each process of a tree."""
+    """Return the peak resident memory in bytes (VmHWM) of each process of a tree."""
     found = {}
     for one in tree(pid):
         try:
@@ -293,14 +293,14 @@ def peaks(pid: int) -> dict[int, int]:
 
 
 def status(pid: int | str = "self") -> dict[str, int]:
-    """The memory lines of /proc/PID/status, in bytes."""
+    """Return the memory lines of /proc/PID/status, in bytes."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     pairs = (line.split(":", 1) for line in lines if line.endswith(" kB"))
     return {name: int(value.split()[0]) * 1024 for name, value in pairs}
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU seconds of a process and of its children that have ended."""
+    """Return the CPU seconds of a process and of its children that have ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -309,7 +309,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def busy_seconds() -> float:
-    """CPU seconds that the machine's cores have worked since it was started."""
+    """Return the CPU seconds that all cores have worked since the machine was started."""
     user, nice, system, _idle, _wait, *rest = map(
         int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
     )
@@ -317,7 +317,7 @@ def busy_seconds() -> float:
 
 
 def run_probe(arguments: list[str], variables: dict[str, str] | None = None, timeout: float = 7200) -> Any:
-    """Run a measurement in a fresh process of its own and return what it found."""
+    """Run a measurement in a new process and return its result."""
     process = subprocess.Popen(
         [sys.executable, "-m", "workers.probe", *arguments],
         stdout=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""What is trained in the measurements: the same models and the same data for every system."""
+"""The workloads of the measurements: the same models and the same data for every system."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fadamgc.models.pretrained import load_base
 from fadamgc.models.text import PADDING, TextClassifier
 
 RESNET_NORM: Literal["batch", "group"] = "batch"
-ETA_L = {"sgd": 0.01, "adam": 0.001}  # small: random labels are not to be learned, only trained on
+ETA_L = {"sgd": 0.01, "adam": 0.001}  # small, because random labels cannot be learned
 OPTIMIZERS = tuple(ETA_L)
 
 
@@ -24,17 +24,17 @@ class Workload:
     """A model, and how much of it is trained in one round.
 
     Attributes:
-        name: what the tables call it.
-        make_model: the model from a seed.
-        make_own: the same in this package's form, where there is one.
+        name: in tables.
+        make_model: makes the model from a seed.
+        make_own: makes this package's form of the model, if it has one.
         shape: shape of one input.
-        classes: how many labels there are.
+        classes: number of labels.
         clients: n.
-        sampled: S, clients in a round.
-        steps: K, local steps of each.
-        batch: samples in one of them.
-        turn: rounds that a system runs at once when it is its turn; more where a round is short.
-        warmup: rounds before the first that counts.
+        sampled: S, clients per round.
+        steps: K, local steps per client.
+        batch: samples per step.
+        turn: rounds per turn; more if a round is short.
+        warmup: rounds before the first turn.
     """
 
     name: str
@@ -56,11 +56,11 @@ class Workload:
 
     @property
     def samples(self) -> int:
-        """Samples of one client: exactly one pass in a round (pfl stops at the end of the data)."""
+        """Samples per client: exactly one pass per round (pfl stops at the end of the data)."""
         return self.steps * self.batch
 
     def data(self, seed: int = 0) -> tuple[Tensor, Tensor]:
-        """Inputs (n, samples, *shape) and labels (n, samples) of all clients."""
+        """Return inputs (n, samples, *shape) and labels (n, samples) of all clients."""
         if self.name == "digits":
             return _digits(self.clients, self.samples)
         if self.texts:
@@ -71,7 +71,7 @@ class Workload:
 
 
 def _digits(clients: int, samples: int) -> tuple[Tensor, Tensor]:
-    """Scikit-learn's digits, repeated until every client has enough."""
+    """Return scikit-learn's digits, repeated until every client has enough."""
     from sklearn.datasets import load_digits
 
     pixels, labels = load_digits(return_X_y=True)
@@ -81,7 +81,7 @@ def _digits(clients: int, samples: int) -> tuple[Tensor, Tensor]:
 
 
 def _tokens(clients: int, samples: int, longest: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Texts of 8 tokens up to the longest, as sentences of reviews have."""
+    """Return texts of 8 to ``longest`` random tokens, as many as sentences of reviews have."""
     random = torch.Generator().manual_seed(seed)
     tokens = torch.randint(1000, 30_000, (clients, samples, 1, longest), generator=random, dtype=torch.int32)
     length = torch.randint(8, longest + 1, (clients, samples, 1, 1), generator=random)
@@ -90,23 +90,23 @@ def _tokens(clients: int, samples: int, longest: int, seed: int) -> tuple[Tensor
 
 
 class Cut(nn.Module):
-    """transformers' and peft's model on tokens; a batch is cut to its longest text."""
+    """The model of transformers and peft on tokens; a batch is cut to its longest text."""
 
     def __init__(self, net: nn.Module, pad: int) -> None:
         super().__init__()
         self.net, self.pad = net, pad
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits."""
-        there = tokens[:, 0] != PADDING
-        there = there[:, : int(there.sum(dim=1).max())]
-        ids = tokens[:, 0, : there.shape[1]].long().where(there, self.pad)
-        logits: Tensor = self.net(input_ids=ids, attention_mask=there.long()).logits
+        """Return the logits."""
+        mask = tokens[:, 0] != PADDING
+        mask = mask[:, : int(mask.sum(dim=1).max())]
+        ids = tokens[:, 0, : mask.shape[1]].long().where(mask, self.pad)
+        logits: Tensor = self.net(input_ids=ids, attention_mask=mask.long()).logits
         return logits
 
 
 def _minilm(kind: Callable[[nn.Module, int], nn.Module], seed: int) -> nn.Module:
-    """all-MiniLM-L6-v2 with LoRA of rank 8 on queries and values of all layers, without dropout."""
+    """Make all-MiniLM-L6-v2 with LoRA of rank 8 on queries and values of all layers, without dropout."""
     base = load_base("minilm", 2, seed, dropout=0.0)
     return kind(base.net, base.tokenizer.pad_token_id)
 

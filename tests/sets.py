@@ -12,13 +12,13 @@ from pyarrow import parquet
 from tiny import sentences
 
 
-def picture(pixels, kind="PNG", mode="RGB"):
+def encoded(pixels, kind="PNG", mode="RGB"):
     buffer = io.BytesIO()
     Image.fromarray(pixels).convert(mode).save(buffer, kind)
     return buffer.getvalue()
 
 
-def pictures(count, side, seed=0):
+def images(count, side, seed=0):
     return np.random.default_rng(seed).integers(0, 256, (count, side, side, 3), dtype=np.uint8)
 
 
@@ -28,17 +28,17 @@ def write_rows(path, **columns):
     return path
 
 
-def write_pictures(path, pixels, labels, image="img", label="label", **options):
-    rows = [{"bytes": picture(p, **options), "path": None} for p in pixels]
+def write_images(path, pixels, labels, image="img", label="label", **options):
+    rows = [{"bytes": encoded(p, **options), "path": None} for p in pixels]
     return write_rows(path, **{image: rows, label: pa.array(labels, pa.int64())})
 
 
 def cifar10(root, train=60, test=20):
-    """A CIFAR-10 of a few pictures, whose labels can be told from their colour."""
+    """A CIFAR-10 of a few images, whose labels can be told from their colour."""
     for split, count in (("train", train), ("test", test)):
         labels = np.arange(count) % 10
-        pixels = pictures(count, 32, seed=count) // 4 + (20 * labels).astype(np.uint8)[:, None, None, None]
-        write_pictures(root / "cifar10" / f"{split}-00000-of-00001.parquet", pixels, labels)
+        pixels = images(count, 32, seed=count) // 4 + (20 * labels).astype(np.uint8)[:, None, None, None]
+        write_images(root / "cifar10" / f"{split}-00000-of-00001.parquet", pixels, labels)
     return root
 
 

@@ -1,4 +1,4 @@
-"""What every algorithm must pass, by being registered."""
+"""What every registered algorithm must pass, and the skeleton in docs/."""
 
 from __future__ import annotations
 
@@ -13,40 +13,49 @@ from torch import nn
 
 import fadamgc
 from fadamgc.algorithm import Cohort, add, example
+from fadamgc.federation.client_data import ClientTable
 from fadamgc.federation.cost import traffic
-from fadamgc.federation.problem import Problem
+from fadamgc.federation.functions import TaskFunctions
 from fadamgc.federation.sampling import batches, draw
 from fadamgc.fields import options
-from fadamgc.methods import algorithm_class
+from fadamgc.methods import _REGISTRY, algorithm_class
 from fadamgc.sim.executors import ThreadsExecutor, VectorizedExecutor
 from fadamgc.sim.executors.machine_code import compiler
 from problems import EVEN, class_task, settings_for
+from skeleton import MyMethod
 
-NAMES = fadamgc.algorithms()
+CLASSES = {name: algorithm_class(name) for name in fadamgc.algorithms()} | {"skeleton": MyMethod}
 
 
-def variants(name: str) -> list[fadamgc.Algorithm]:
-    """The defaults, and every other option of every field that is a choice."""
-    default = algorithm_class(name)()
-    others = [
-        dataclasses.replace(default, **{field.name: option})
+@pytest.fixture(scope="module", autouse=True)
+def _register_the_skeleton():
+    fadamgc.register("skeleton", MyMethod)
+    yield
+    del _REGISTRY["skeleton"]
+
+
+def variants(name: str) -> dict[str, fadamgc.Algorithm]:
+    """The defaults, and every other option of every field that is a choice; with the ids of their tests."""
+    default = CLASSES[name]()
+    others = {
+        f"{name}-{field.name}={option}": dataclasses.replace(default, **{field.name: option})
         for field in dataclasses.fields(default)
         for option in options(field)
         if option != field.default
-    ]
-    return [default, *others]
+    }
+    return {name: default, **others}
 
 
-VARIANTS = [pytest.param(algo, id=repr(algo)[:90]) for name in NAMES for algo in variants(name)]
-DEFAULTS = [pytest.param(fadamgc.make_algorithm(name), id=name) for name in NAMES]
+VARIANTS = [pytest.param(algo, id=id) for name in CLASSES for id, algo in variants(name).items()]
+DEFAULTS = [pytest.param(cls(), id=name) for name, cls in CLASSES.items()]
 
 
 def test_the_variants_are_found():
-    assert fadamgc.FAdamGC(init="gradient") in variants("fadamgc")
-    assert fadamgc.FAdamGC(v_hat="restart") in variants("fadamgc")
-    assert fadamgc.Scaffold(option="I") in variants("scaffold")
-    assert fadamgc.FedAdam(bias_correction=True) in variants("fedadam")
-    assert fadamgc.FedAMS(option="amsgrad") in variants("fedams")
+    assert fadamgc.FAdamGC(init="gradient") in variants("fadamgc").values()
+    assert fadamgc.FAdamGC(v_hat="restart") in variants("fadamgc").values()
+    assert fadamgc.Scaffold(option="I") in variants("scaffold").values()
+    assert fadamgc.FedAdam(bias_correction=True) in variants("fedadam").values()
+    assert fadamgc.FedAMS(option="amsgrad") in variants("fedams").values()
 
 
 @pytest.mark.parametrize("algo", VARIANTS)
@@ -104,13 +113,14 @@ def test_compiled_rules_agree_with_the_loop(name):
 
 
 def with_client_optimizer(algo, task, rounds, who, K, B, seed):
-    """The same federation in a training loop of one's own: nothing of the simulator but its draws."""
-    model = Problem(task, torch.float64).module.requires_grad_(True)
-    problem = Problem(task, torch.float64)
+    """The same federation in a hand-written training loop that uses only the simulator's draws."""
+    model = TaskFunctions(task, torch.float64).module.requires_grad_(True)
+    functions = TaskFunctions(task, torch.float64)
+    table = ClientTable(task, functions.dtype, functions.device)
     loss_of = task.loss
 
     def whole_gradient(x, client):
-        return problem.whole_gradient(x, {}, client, seed, 0)
+        return functions.whole_gradient(x, {}, client, table[client], seed, 0)
 
     x = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
     starts = [whole_gradient(x, i) if algo.init_gradient else None for i in range(task.n)]
@@ -140,7 +150,7 @@ def with_client_optimizer(algo, task, rounds, who, K, B, seed):
     ("algo", "plan"),
     [
         pytest.param(algo, plan, id=f"{name}-{next(iter(plan))}")
-        for name, algo in ((name, fadamgc.make_algorithm(name)) for name in NAMES)
+        for name, algo in ((name, cls()) for name, cls in CLASSES.items())
         for plan in ({"local_epochs": 2, "batch_size": 6}, {"local_steps": 7, "batch_size": 12})
         if not (algo.full_participation and "local_epochs" in plan)  # it needs the same K at every client
     ],
@@ -246,7 +256,7 @@ def test_resume_is_bit_for_bit(algo, tmp_path):
         assert all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CLASSES)
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 @given(data=st.data())
 def test_invariants_over_shapes_of_federations(name, data):

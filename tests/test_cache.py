@@ -70,7 +70,7 @@ def test_digits_from_a_damaged_cache_are_the_digits(cache_folder):
 def test_images_from_a_damaged_cache_are_the_images(cache_folder, tmp_path, kind):
     sets.cifar10(tmp_path / "data")
     whole = [np.array(part) for part in images.load("cifar10", "train")]
-    (file,) = (cache_folder / "pictures").glob(f"*.{kind}.npy")
+    (file,) = (cache_folder / "images").glob(f"*.{kind}.npy")
     data, rng = file.read_bytes(), np.random.default_rng(1)
     for i in range(40):
         file.write_bytes(damaged(data, rng))

@@ -23,10 +23,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 import fadamgc
-from fadamgc import files
+from fadamgc import bundle, files
+from fadamgc.bundle import Journal, write_bundle
 from fadamgc.federation.client_states import ClientStates
 from fadamgc.federation.run import described, server_tensors
-from fadamgc.files import write_bundle
 from killed import ROUNDS, run
 from problems import class_task, mlp
 
@@ -119,8 +119,9 @@ def test_a_task_is_the_same_in_every_process():
     """Nothing in its fingerprint depends on the order of a set, which differs from process to process."""
     code = (
         "from problems import class_task, mlp; from torch import nn\n"
-        "from fadamgc.federation.problem import Problem\n"
-        "print(Problem(class_task(model=mlp(0, nn.BatchNorm1d(8)), sizes=(4, 8))).fingerprint)"
+        "from fadamgc.sim.resources import Resources\n"
+        "task = class_task(model=mlp(0, nn.BatchNorm1d(8)), sizes=(4, 8))\n"
+        "print(Resources().task_parts(task, None, None).fingerprint)"
     )
     seen = {
         subprocess.run(
@@ -515,7 +516,7 @@ def test_a_hyperparameter_without_a_value_may_be_absent(tmp_path):
     body = json.loads(path.read_text())
     assert body["settings"]["hyperparameters"].pop("v0") is None
     del body["sha256"]
-    path.write_text(json.dumps({"sha256": files._digest(body), **body}))
+    path.write_text(json.dumps({"sha256": bundle._digest(body), **body}))
     assert_same_run(simulate(tmp_path / "c", algo=algo), simulate(None, resume=False, algo=algo))
 
 
@@ -712,7 +713,7 @@ def test_forged_runs_are_refused(tmp_path, forged):
     path = tmp_path / "run" / "run.json"
     body = json.loads(path.read_text()) | forged
     del body["sha256"]
-    path.write_text(json.dumps({"sha256": files._digest(body), **body}))
+    path.write_text(json.dumps({"sha256": bundle._digest(body), **body}))
     with pytest.raises(
         fadamgc.CheckpointError, match="run.* (is not a run of this version|names no tensor file)"
     ):
@@ -738,12 +739,12 @@ def test_forged_journals_are_refused(tmp_path, line):
     simulate(tmp_path / "c")
     path = tmp_path / "c" / "checkpoint.json"
     body = json.loads(path.read_text())
-    journal = files.Journal(tmp_path / "c" / "checkpoint.jsonl")
+    journal = Journal(tmp_path / "c" / "checkpoint.jsonl")
     list(journal.read(body["journal"], path))
     journal.append([line])
     body["journal"] = journal.mark()
     del body["sha256"]
-    path.write_text(json.dumps({"sha256": files._digest(body), **body}))
+    path.write_text(json.dumps({"sha256": bundle._digest(body), **body}))
     with pytest.raises(fadamgc.CheckpointError, match="not a run of this version|is damaged"):
         simulate(tmp_path / "c", rounds=6)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from fadamgc.bundle import read_bundle
 from fadamgc.cli.main import app
 from fadamgc.errors import CheckpointError, InputError
 from fadamgc.experiments.report.numbers import Row, Spread, read_results
@@ -18,7 +19,6 @@ from fadamgc.experiments.report.write import write_report
 from fadamgc.experiments.run.runner import run_spec
 from fadamgc.experiments.spec.sections import MethodSpec
 from fadamgc.experiments.spec.toml_io import preset, spec_of
-from fadamgc.files import read_bundle
 from fadamgc.paper import comparison, theory
 from fadamgc.paper.published import BETA2, MAIN, METHODS
 from fadamgc.paper.study import keep, parse_study, read_members, read_study, write_study, write_study_report

@@ -26,9 +26,9 @@ BALANCED = np.repeat(np.arange(10), 100)
 
 def assert_each_sample_once(split: Partition, count: int) -> None:
     assert sorted(np.concatenate(split.indices).tolist()) == list(range(count))
-    for own in split.indices:
-        assert own.dtype == np.int64
-        assert (np.diff(own) > 0).all()
+    for samples in split.indices:
+        assert samples.dtype == np.int64
+        assert (np.diff(samples) > 0).all()
 
 
 def same(a: Partition, b: Partition) -> bool:
@@ -219,19 +219,19 @@ LABELS = [0, 1, 2, 0, 1]
     ("call", "message"),
     [
         (lambda: dirichlet(LABELS, 3, 0.1, 0, min_size=2), r"5 samples; clients=3 with min_size=2 .* 6"),
-        (lambda: dirichlet(LABELS, 2, 0.0, 0), r"alpha=0\.0; .* > 0"),
-        (lambda: dirichlet(LABELS, 2, -1, 0), r"alpha=-1; "),
-        (lambda: dirichlet(LABELS, 2, float("nan"), 0), "alpha=nan; "),
-        (lambda: dirichlet(LABELS, 2, float("inf"), 0), "alpha=inf; "),
-        (lambda: dirichlet(LABELS, 2, "0.1", 0), "alpha='0.1'; "),  # type: ignore[arg-type]
-        (lambda: dirichlet(LABELS, 0, 0.1, 0), r"clients=0; .* >= 1"),
-        (lambda: dirichlet(LABELS, 2.0, 0.1, 0), r"clients=2\.0; .* integers"),  # type: ignore[arg-type]
-        (lambda: dirichlet(LABELS, True, 0.1, 0), "clients=True; "),
-        (lambda: dirichlet(LABELS, 2, 0.1, 0, min_size=0), r"min_size=0; .* >= 1"),
-        (lambda: dirichlet(LABELS, 2, 0.1, 0, retries=0), r"retries=0; .* >= 1"),
-        (lambda: dirichlet(LABELS, 2, 0.1, -1), r"seed=-1; .* >= 0"),
+        (lambda: dirichlet(LABELS, 2, 0.0, 0), r"alpha=0\.0 is not accepted; .* > 0"),
+        (lambda: dirichlet(LABELS, 2, -1, 0), "alpha=-1 is not"),
+        (lambda: dirichlet(LABELS, 2, float("nan"), 0), "alpha=nan is not"),
+        (lambda: dirichlet(LABELS, 2, float("inf"), 0), "alpha=inf is not"),
+        (lambda: dirichlet(LABELS, 2, "0.1", 0), "alpha='0.1' is not"),  # type: ignore[arg-type]
+        (lambda: dirichlet(LABELS, 0, 0.1, 0), r"clients=0 is not accepted; .* >= 1"),
+        (lambda: dirichlet(LABELS, 2.0, 0.1, 0), r"clients=2\.0 is not accepted; .* whole"),  # type: ignore[arg-type]
+        (lambda: dirichlet(LABELS, True, 0.1, 0), "clients=True is not"),
+        (lambda: dirichlet(LABELS, 2, 0.1, 0, min_size=0), r"min_size=0 is .* >= 1"),
+        (lambda: dirichlet(LABELS, 2, 0.1, 0, retries=0), r"retries=0 is .* >= 1"),
+        (lambda: dirichlet(LABELS, 2, 0.1, -1), r"seed=-1 is .* >= 0"),
         (lambda: dirichlet([LABELS], 2, 0.1, 0), r"labels has shape \(1, 5\)"),
-        (lambda: dirichlet([[0], [1, 2]], 2, 0.1, 0), "labels is no array"),
+        (lambda: dirichlet([[0], [1, 2]], 2, 0.1, 0), "labels is not an array"),
         (lambda: dirichlet([], 2, 0.1, 0), r"labels has shape \(0,\)"),
         (lambda: dirichlet([0.5, 1.0], 2, 0.1, 0), "labels has dtype float64"),
         (lambda: dirichlet(torch.tensor([True, False]), 2, 0.1, 0), "labels has dtype bool"),
@@ -247,14 +247,14 @@ LABELS = [0, 1, 2, 0, 1]
         (lambda: natural(np.array(["a", None], dtype=object)), "groups cannot be sorted"),
         (lambda: iid(4, 2, 0).counts(LABELS), "labels has 5 samples; .* 4"),
         (lambda: digits.load(validation=-0.1), r"validation=-0\.1"),
-        (lambda: digits.load(validation=0.001), r"validation=0\.001; .* 0\.01"),
-        (lambda: digits.load(validation=1.0), r"validation=1\.0; .* 0\.99"),
+        (lambda: digits.load(validation=0.001), r"validation=0\.001 is .* 0\.01"),
+        (lambda: digits.load(validation=1.0), r"validation=1\.0 is .* 0\.99"),
         (lambda: synthetic.quadratics(clients=0), "clients=0"),
         (lambda: synthetic.quadratics(dim=0), "dim=0"),
-        (lambda: synthetic.quadratics(condition=0.5), r"condition=0\.5; .* >= 1"),
+        (lambda: synthetic.quadratics(condition=0.5), r"condition=0\.5 is .* >= 1"),
         (lambda: synthetic.quadratics(spread=-1.0), r"spread=-1\.0"),
         (lambda: synthetic.linear_regression(samples=0), "samples=0"),
-        (lambda: synthetic.linear_regression(samples=(5, 2)), r"samples=\(5, 2\); .* low <= high"),
+        (lambda: synthetic.linear_regression(samples=(5, 2)), r"samples=\(5, 2\) is .* low <= high"),
         (lambda: synthetic.linear_regression(samples=(1, 2, 3)), r"samples=\(1, 2, 3\)"),  # type: ignore[arg-type]
         (lambda: synthetic.linear_regression(clients=2, dim=9, samples=4), "samples=4 .* dim=9"),
         (lambda: synthetic.linear_regression(noise=float("nan")), "noise=nan"),

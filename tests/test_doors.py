@@ -20,9 +20,9 @@ import torch
 import fadamgc
 from fadamgc.algorithm import example
 from fadamgc.errors import CheckpointError, FadamgcError
-from fadamgc.flower.client_store import Keeper
-from fadamgc.flower.protocol import Kept, Stamp
-from fadamgc.flower.server_store import Store
+from fadamgc.flower.client_store import ClientStore
+from fadamgc.flower.protocol import Stamp, StoredState
+from fadamgc.flower.server_store import ServerStore
 
 HOST = "127.0.0.1"
 NOW = datetime(2030, 1, 1, tzinfo=UTC)
@@ -48,32 +48,32 @@ def check_private(folder):
 
 def kept():
     state = example(fadamgc.FAdamGC(), torch.arange(3.0)).client
-    return Kept(generation=1, seen=Stamp(1, 1), committed=Stamp(1, 1), state=state)
+    return StoredState(generation=1, seen=Stamp(1, 1), committed=Stamp(1, 1), committed_state=state)
 
 
 @pytest.mark.usefixtures("everybody_may")
 def test_a_clients_states_are_for_its_owner_alone(tmp_path):
-    keeper = Keeper(tmp_path / "states", "exp", 0)
-    with keeper.only_one():
+    keeper = ClientStore(tmp_path / "states", "exp", 0)
+    with keeper.locked():
         keeper.save(kept())
     check_private(tmp_path / "states" / "exp")
-    assert torch.equal(keeper.load(type(kept().state)).state.y, kept().state.y)
+    assert torch.equal(keeper.load(kept().committed_state).committed_state.y, kept().committed_state.y)
 
 
 @pytest.mark.usefixtures("everybody_may")
 def test_a_servers_checkpoint_is_for_its_owner_alone(tmp_path):
-    store = Store(tmp_path / "server")
+    store = ServerStore(tmp_path / "server")
     store.take_over()
     store.write({"round": 1}, {"x": torch.ones(2)})
     check_private(tmp_path / "server")
 
 
 def test_folders_of_an_earlier_version_are_tightened_when_opened(tmp_path):
-    keeper, store = Keeper(tmp_path / "states", "exp", 0), Store(tmp_path / "server")
+    keeper, store = ClientStore(tmp_path / "states", "exp", 0), ServerStore(tmp_path / "server")
     for folder in (keeper.folder.parent, keeper.folder, store.folder):
         folder.mkdir(parents=True, exist_ok=True)
         folder.chmod(0o755)
-    with keeper.only_one():
+    with keeper.locked():
         pass
     store.take_over()
     assert [mode(f) for f in (keeper.folder.parent, keeper.folder, store.folder)] == [0o700] * 3
@@ -296,7 +296,7 @@ TOKEN = "t" * 40
 def test_only_the_operators_token_is_accepted(launch, metadata):
     from flwr.common.constant import ACCESS_TOKEN_KEY
 
-    operator = launch.Operator(TOKEN)
+    operator = launch.OperatorPlugin(TOKEN)
     keyed = [(ACCESS_TOKEN_KEY if "oidc" in key else key, value) for key, value in metadata]
     assert operator.validate_tokens_in_metadata(keyed) == (False, None)
     assert operator.refresh_tokens([(ACCESS_TOKEN_KEY, TOKEN)]) == (None, None)
@@ -327,7 +327,7 @@ def test_tokens_that_others_know_are_refused(launch, tmp_path, content, permissi
 
 
 def test_a_token_that_is_made_is_accepted(launch, tmp_path):
-    from fadamgc.flower.loopback import make_token
+    from fadamgc.flower.access import make_token
 
     token = make_token(tmp_path / "token")
     assert launch.read_token(tmp_path / "token") == token
@@ -339,7 +339,7 @@ def test_the_runtime_api_serves_what_training_needs(launch):
     from flwr.supercore.routers.runtime.router import router
 
     paths = {route.path for route in router.routes}
-    assert {launch.RUNTIME + name for name in launch.SERVED} <= paths
+    assert {launch.RUNTIME_API + name for name in launch.SERVED} <= paths
     passed, answers = [], []
 
     async def flower(scope, receive, send):
@@ -350,7 +350,7 @@ def test_the_runtime_api_serves_what_training_needs(launch):
 
     for path in (*sorted(paths), "/v1/runtime/responses", "/v1/runtime/", "/v1/fleet/get-run"):
         asyncio.run(launch.OnlyTraining(flower)({"type": "http", "path": path}, None, send))
-    assert set(passed) == {launch.RUNTIME + name for name in launch.SERVED} | {"/v1/fleet/get-run"}
+    assert set(passed) == {launch.RUNTIME_API + name for name in launch.SERVED} | {"/v1/fleet/get-run"}
     assert "/v1/runtime/start-automation" in paths
     assert {answer["status"] for answer in answers if "status" in answer} == {403}
 
@@ -359,7 +359,7 @@ def test_the_runtime_api_serves_what_training_needs(launch):
     ("status", "shut"), [(401, True), (403, True), (200, False), (404, False), (500, False)]
 )
 def test_a_door_that_is_not_shut_is_noticed(status, shut):
-    from fadamgc.flower.loopback import check_refusals
+    from fadamgc.flower.access import check_refusals
 
     class Door(BaseHTTPRequestHandler):
         def do_POST(self):
@@ -388,7 +388,7 @@ def test_flowers_command_finds_the_operators_token(launch, tmp_path, monkeypatch
     from typer.testing import CliRunner
 
     from fadamgc.cli.main import app
-    from fadamgc.flower.loopback import make_token
+    from fadamgc.flower.access import make_token
 
     token = make_token(tmp_path / "token")
     monkeypatch.setenv("FLWR_HOME", str(tmp_path / "flwr"))
@@ -414,14 +414,14 @@ def test_flowers_command_finds_the_operators_token(launch, tmp_path, monkeypatch
 
 
 def test_a_superlink_without_tls_stays_on_loopback(launch, tmp_path):
-    from fadamgc.flower.loopback import Federation, make_token
-    from fadamgc.flower.loopback import launch as command
+    from fadamgc.flower.access import launch_command, make_token
+    from fadamgc.flower.loopback import LoopbackFederation
 
     make_token(tmp_path / "token")
     words = ["--operator-token", tmp_path / "token", "--insecure", "--host", "0.0.0.0", "--port", "1"]
     done = subprocess.run(
-        [*command("superlink"), *words],
-        env=Federation(tmp_path).environment,
+        [*launch_command("superlink"), *words],
+        env=LoopbackFederation(tmp_path).environment,
         capture_output=True,
         text=True,
         timeout=120,

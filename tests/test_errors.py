@@ -52,7 +52,7 @@ BAD_SETTINGS = [
     ({"callbacks": [5]}, "callbacks=.5. are not functions"),
     ({"cost": "cheap"}, "cost='cheap' is not a cost model"),
     ({"cost": fadamgc.CostModel(up_mbps=(1, 2))}, "up_mbps has 2 entries for clients=6"),
-    ({"schedule": [([0], [0])] * 2}, "schedule is given beside sampled=3"),
+    ({"schedule": [([0], [0])] * 2}, "schedule is given together with sampled=3"),
     ({"weights": [1e-320] * 6}, "weights from 1e-320 to 1e-320 cannot be scaled to a mean of 1"),
     ({"weights": [1, 1, 1, 1, 1, 1e-320]}, "weights from 1e-320 to 1.0 cannot be scaled"),
     ({"weights": [10**400] * 6}, "weights=.1000.* is not accepted"),
@@ -95,7 +95,7 @@ def test_schedules(schedule, message):
         )
 
 
-def test_something_that_is_no_algorithm():
+def test_something_that_is_not_an_algorithm():
     with pytest.raises(fadamgc.InputError, match="algorithm='fadamgc' is not an algorithm"):
         fadamgc.simulate("fadamgc", class_task(), rounds=1)  # type: ignore[arg-type]
 
@@ -108,7 +108,7 @@ def test_something_that_is_no_algorithm():
         ({"schedule": [(range(6), range(6)), (range(6), range(5))]}, "round 2 has sampled=6, tracked=5"),
         ({"local_steps": None, "local_epochs": 1}, "same number of local steps"),
         ({"weights": "size"}, "weights='uniform'; got weights='size'"),
-        ({"on_nonfinite": "drop"}, "cannot go on without a client"),
+        ({"on_nonfinite": "drop"}, "cannot continue without a client"),
     ],
 )
 def test_the_local_form_needs_everybody(options, message):
@@ -393,7 +393,7 @@ def test_labels_of_sequences_are_checked_too():
 
 
 @pytest.mark.parametrize("answer", [None, torch.ones(3), "good"])
-def test_a_metric_that_is_no_number_is_refused_before_any_work(answer):
+def test_a_metric_that_is_not_a_number_is_refused_before_any_work(answer):
     task = class_task(metric=lambda output, target: answer)
     with pytest.raises(fadamgc.InputError, match="metric=.* must return a number"):
         fadamgc.simulate(fadamgc.FedAvg(), task, **GOOD, callbacks=[lambda end: pytest.fail("too late")])

@@ -19,15 +19,17 @@ from torch.fx.experimental import proxy_tensor
 from torch.nn import functional as F
 
 import fadamgc
-from fadamgc.federation.problem import Problem
+from fadamgc.federation.functions import TaskFunctions
+from fadamgc.federation.traits import same_model
 from fadamgc.models import cnn, resnet18
 from fadamgc.runtime import single_threads
-from fadamgc.sim.engine import prepare
 from fadamgc.sim.executors import ThreadsExecutor, VectorizedExecutor, auto, threads
 from fadamgc.sim.executors import inplace as rules
 from fadamgc.sim.executors import machine_code as native
 from fadamgc.sim.executors.machine_code import compiled, compiler
 from fadamgc.sim.executors.trace import liftable, pointwise, record
+from fadamgc.sim.resources import Resources
+from fadamgc.sim.simulate import start_from
 from problems import EVEN, class_task, mlp
 
 needs_compiler = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
@@ -129,7 +131,7 @@ def test_nothing_is_compiled_again_from_round_to_round_or_run_to_run(tmp_path, m
 @pytest.mark.parametrize("executor", ["vectorized", "threads"])
 def test_a_long_run_is_compiled_and_a_resumed_one_does_as_before(tmp_path, monkeypatch, executor):
     task = class_task(EVEN)
-    monkeypatch.setattr("fadamgc.sim.executors.vectorized.LONG", 9)
+    monkeypatch.setattr("fadamgc.sim.executors.vectorized.LONG_RUN", 9)
     monkeypatch.setattr(threads, "LARGE", 1)
     monkeypatch.setattr(threads, "MANY", 36)
     whole = simulate(fadamgc.FedAvg(), task, rounds=4, executor=executor)
@@ -437,11 +439,11 @@ def test_threads_leave_the_number_of_threads_as_it_was():
 @pytest.mark.parametrize("width", [4, 16])
 def test_pictures_with_channels_last_agree_with_the_loop(norm, width):
     task = fadamgc.Task(resnet18(norm=norm, width=width, seed=0), F.cross_entropy, pictures())
-    assert threads.Place(Problem(task)).channels_last == (width == 16)
+    assert threads.Trainer(TaskFunctions(task)).channels_last == (width == 16)
     options = {"sampled": 3, "tracked": 2, "batch_size": 6, "local_steps": 1, "rounds": 1}
     algo = fadamgc.FedAvg(eta_l=0.01)
     one, two = (simulate(algo, task, executor=e, **options) for e in ("loop", "threads"))
-    moved = (one.x - Problem(task).x0).norm()
+    moved = (one.x - TaskFunctions(task).x0).norm()
     assert (two.x - one.x).norm() < 1e-3 * moved
     options |= {"dtype": torch.float64, "local_steps": 2}
     one, two = (simulate(fadamgc.FAdamGC(), task, executor=e, **options) for e in ("loop", "threads"))
@@ -546,10 +548,9 @@ def test_who_has_nothing_left_takes_from_who_has_most():
 
 
 def test_jobs_are_dealt_by_their_work():
-    engine, _ = prepare(
-        fadamgc.FedAvg(), class_task(sizes=(2, 3, 40, 4, 5)), rounds=1, local_epochs=1, batch_size=1
-    )
-    hands = threads.deal(engine.begin(), 2)
+    arguments = {"algorithm": fadamgc.FedAvg(), "task": class_task(sizes=(2, 3, 40, 4, 5))}
+    run = start_from(arguments | {"rounds": 1, "local_epochs": 1, "batch_size": 1}, Resources())
+    hands = threads.deal(run.engine.begin(), 2)
     assert sorted(sorted(job.client for job in hand) for hand in hands) == [[0, 1, 3, 4], [2]]
 
 
@@ -580,8 +581,8 @@ def two_threads():
 
 
 def chosen(monkeypatch, seconds, task, **options):
-    monkeypatch.setattr(auto, "LONG", 0)
-    monkeypatch.setattr(auto, "_seconds", lambda executor, *_: seconds[executor.name])
+    monkeypatch.setattr(auto, "LONG_RUN", 0)
+    monkeypatch.setattr(auto, "_step_seconds", lambda executor, *_: seconds[executor.name])
     return simulate(fadamgc.FedAvg(), task, **options).settings["executor"]
 
 
@@ -596,7 +597,7 @@ def test_auto_takes_another_executor_only_if_it_is_clearly_faster(monkeypatch, c
 
 
 def test_auto_times_what_can_run(monkeypatch, caplog):
-    monkeypatch.setattr(auto, "LONG", 0)
+    monkeypatch.setattr(auto, "LONG_RUN", 0)
     task = fadamgc.Task(cnn(side=8, widths=(2, 3), seed=0), F.cross_entropy, pictures())
     options = {"rounds": 1, "sampled": 3, "tracked": 3, "batch_size": 4}
     with caplog.at_level(logging.INFO, "fadamgc"):
@@ -628,7 +629,7 @@ def test_wrong_settings_of_an_executor_are_refused(make, said):
         simulate(fadamgc.FedAvg(), class_task(), executor=make)
 
 
-# What tells problems apart
+# What tells tasks apart
 
 
 class Scaled(nn.Module):
@@ -642,13 +643,15 @@ class Scaled(nn.Module):
         return self.inner(x) * self.factor[0]
 
 
-def test_problems_are_alike_only_if_model_and_loss_are():
-    one = Problem(class_task(seed=0))
-    assert one.like(Problem(class_task(seed=1)))
-    assert not one.like(Problem(class_task(model=nn.Linear(5, 3))))
-    twice, thrice = (Problem(class_task(model=Scaled(factor))) for factor in (2, 3))
-    assert not twice.like(thrice)
-    assert twice.like(Problem(class_task(model=Scaled(2), seed=4)))
+def test_tasks_are_alike_only_if_model_and_loss_are():
+    def alike(task, other):
+        return same_model(TaskFunctions(task), TaskFunctions(other), *task.pairs[1])
+
+    assert alike(class_task(seed=0), class_task(seed=1))
+    assert not alike(class_task(seed=0), class_task(model=nn.Linear(5, 3)))
+    twice, thrice = (class_task(model=Scaled(factor)) for factor in (2, 3))
+    assert not alike(twice, thrice)
+    assert alike(twice, class_task(model=Scaled(2), seed=4))
 
 
 def test_threads_compute_with_one_thread_each():

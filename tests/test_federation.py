@@ -16,10 +16,18 @@ import fadamgc
 from fadamgc.errors import CheckpointError, InputError
 from fadamgc.federation.settings import Settings
 from fadamgc.flower import server_store as store_module
-from fadamgc.flower.client_round import Party, answer
-from fadamgc.flower.client_store import Keeper
+from fadamgc.flower.client_round import LocalClient, handle_request
+from fadamgc.flower.client_store import ClientStore
 from fadamgc.flower.coordinator import Coordinator
-from fadamgc.flower.protocol import NEVER, Kept, RefusedError, Request, Stamp, after, reconcile
+from fadamgc.flower.protocol import (
+    NEVER,
+    RefusedError,
+    Request,
+    Stamp,
+    StoredState,
+    resolve_pending,
+    with_pending,
+)
 from problems import class_task
 
 SIZES = (6, 20, 11)
@@ -42,9 +50,10 @@ class World:
         self.settings = Settings(rounds=options.pop("rounds", 4), dtype=dtype, **SETTINGS | options)
         model = self.task.model.to(dtype)
         self.parties = [
-            Party(model, self.task.loss, (x.to(dtype), y), i) for i, (x, y) in enumerate(self.task.pairs)
+            LocalClient(model, self.task.loss, (x.to(dtype), y), i)
+            for i, (x, y) in enumerate(self.task.pairs)
         ]
-        self.keepers = [Keeper(folder / "node", "test", i) for i in range(self.n)]
+        self.keepers = [ClientStore(folder / "node", "test", i) for i in range(self.n)]
         self.start()
 
     @property
@@ -60,8 +69,8 @@ class World:
     def messages(self, available=None):
         """What the server sends, with the wire's copy of it."""
         asked = self.server.ask(range(self.n) if available is None else available)
-        server, buffers = self.server.server, self.server.buffers
-        down = {"x": self.server.problem.x0} if server is None else self.algo.broadcast(server)._asdict()
+        buffers = self.server.buffers
+        down = self.server.message()
         return [(a, {k: v.clone() for k, v in down.items()}, dict(buffers)) for a in asked]
 
     def deliver(self, message, killed=None):
@@ -71,9 +80,11 @@ class World:
         keeper = self.keepers[i]
         if killed == "before":
             keeper = SimpleNamespace(
-                load=keeper.load, only_one=keeper.only_one, save=lambda _: (_ for _ in ()).throw(Killed())
+                load=keeper.load, locked=keeper.locked, save=lambda _: (_ for _ in ()).throw(Killed())
             )
-        reply = answer(self.parties[i], keeper, self.algo, self.settings, request, tracked, down, buffers)
+        reply = handle_request(
+            self.parties[i], keeper, self.algo, self.settings, request, tracked, down, buffers
+        )
         if killed == "after":
             raise Killed
         return reply
@@ -97,11 +108,11 @@ class World:
         kinds = fadamgc.algorithm.example(self.algo, torch.zeros(1))
         found = []
         for i, keeper in enumerate(self.keepers):
-            kept = keeper.load(type(kinds.client))
+            kept = keeper.load(kinds.client)
             counted = self.server.counted.get(i, NEVER)
-            state = kept.next if kept.pending == counted else kept.state
+            state = kept.pending_state if kept.pending == counted else kept.committed_state
             assert (kept.pending if kept.pending == counted else kept.committed) == counted
-            found.append(self.algo.init_client(self.server.problem.x0) if state is None else state)
+            found.append(self.algo.init_client(self.server.functions.x0) if state is None else state)
         return found
 
     def check(self):
@@ -137,7 +148,7 @@ def test_a_federation_gives_the_simulators_numbers(name, how, tmp_path):
     if algo.full_participation:
         options |= {"sampled": None, "tracked": None, "min_clients": len(SIZES)}
     world = World(tmp_path, algo, dtype=torch.float32, **options)
-    world.server.samples = dict(enumerate(SIZES))
+    world.server.members.samples = dict(enumerate(SIZES))
     world.setup()
     while not world.server.over():
         world.round()
@@ -158,7 +169,7 @@ def dataclass_without_time(record):
 def test_algorithms_that_begin_with_gradients_do(tmp_path):
     algo = fadamgc.FAdamGC(init="gradient")
     world = World(tmp_path, algo, weights="size")
-    world.server.samples = dict(enumerate(SIZES))
+    world.server.members.samples = dict(enumerate(SIZES))
     assert world.server.needs_setup
     world.messages()
     assert world.server.close() is None  # nobody answered: it is asked for again
@@ -180,8 +191,8 @@ def test_buffers_travel_and_are_averaged(tmp_path):
     world.folder, world.algo, world.options = tmp_path, fadamgc.FAdamGC(), {}
     world.task = class_task(sizes=SIZES, model=model)
     world.settings = Settings(rounds=3, **SETTINGS)
-    world.parties = [Party(model, world.task.loss, pair, i) for i, pair in enumerate(world.task.pairs)]
-    world.keepers = [Keeper(tmp_path / "node", "test", i) for i in range(3)]
+    world.parties = [LocalClient(model, world.task.loss, pair, i) for i, pair in enumerate(world.task.pairs)]
+    world.keepers = [ClientStore(tmp_path / "node", "test", i) for i in range(3)]
     world.start()
     while not world.server.over():
         world.round()
@@ -292,7 +303,7 @@ def test_a_request_that_was_overtaken_is_refused(tmp_path):
     old = world.messages()
     world.server.close()  # nobody answered in time
     world.round()
-    with pytest.raises(RefusedError, match="was asked for round 1 after it was asked for round 2") as caught:
+    with pytest.raises(RefusedError, match="received a request for round 1 after one for round 2") as caught:
         world.deliver(old[0])
     assert caught.value.kind == "stale"
     world.round()
@@ -325,7 +336,7 @@ def test_a_server_that_forgot_everything_is_refused(tmp_path):
     for path in (tmp_path / "server").iterdir():
         path.unlink()
     world.start()
-    with pytest.raises(RefusedError, match="an old message, or a server whose checkpoint was put back"):
+    with pytest.raises(RefusedError, match="an old message, or a server whose checkpoint was replaced"):
         world.deliver(world.messages()[0])
 
 
@@ -337,16 +348,17 @@ def request(round=3, attempt=1, counted=NEVER, generation=0):
 
 
 def test_pending_is_committed_or_dropped():
-    kept = after(Kept(), request(1), "one")
-    assert kept == Kept(0, Stamp(1, 1), NEVER, None, Stamp(1, 1), "one")
-    counted = reconcile(kept, request(2, counted=Stamp(1, 1)))
-    assert (counted.committed, counted.state, counted.pending) == (Stamp(1, 1), "one", None)
-    dropped = reconcile(kept, request(2))
-    assert (dropped.committed, dropped.state, dropped.pending) == (NEVER, None, None)
-    other_start = reconcile(after(counted, request(2), "two"), request(2, attempt=2, counted=Stamp(1, 1)))
-    assert other_start.state == "one"
-    anew = reconcile(kept, request(1, generation=1))
-    assert anew == Kept(1)
+    kept = with_pending(StoredState(), request(1), "one")
+    assert kept == StoredState(0, Stamp(1, 1), NEVER, None, Stamp(1, 1), "one")
+    counted = resolve_pending(kept, request(2, counted=Stamp(1, 1)))
+    assert (counted.committed, counted.committed_state, counted.pending) == (Stamp(1, 1), "one", None)
+    dropped = resolve_pending(kept, request(2))
+    assert (dropped.committed, dropped.committed_state, dropped.pending) == (NEVER, None, None)
+    two = with_pending(counted, request(2), "two")
+    other_start = resolve_pending(two, request(2, attempt=2, counted=Stamp(1, 1)))
+    assert other_start.committed_state == "one"
+    anew = resolve_pending(kept, request(1, generation=1))
+    assert anew == StoredState(1)
 
 
 # What the server refuses.
@@ -375,7 +387,7 @@ def test_pending_is_committed_or_dropped():
 )
 def test_what_is_not_as_asked_is_refused_and_changes_nothing(change, kind, tmp_path):
     world = World(tmp_path, sampled=3, tracked=3, max_norm=1e3)
-    world.server.samples = dict(enumerate(SIZES))
+    world.server.members.samples = dict(enumerate(SIZES))
     message = world.messages()[1]
     reply = world.deliver(message)
     before = world.server.server
@@ -406,11 +418,11 @@ def test_a_client_checks_what_it_receives(tmp_path):
     for bad, said in (
         (down | {"x": down["x"][1:]}, "the server's x is torch.float64"),
         (down | {"y": down["y"] / 0}, "the server's y is not finite"),
-        ({"x": down["x"]}, r"has \['x'\], this model wants \['x', 'y'\]"),
+        ({"x": down["x"]}, r"has \['x'\], this model needs \['x', 'y'\]"),
     ):
         with pytest.raises(RefusedError, match=said):
             world.deliver((asked, bad, buffers))
-    assert world.keepers[asked.request.client].load(tuple) == Kept()
+    assert world.keepers[asked.request.client].load(()) == StoredState()
 
 
 # Too few.
@@ -435,9 +447,9 @@ def test_who_is_not_there_is_not_asked(tmp_path):
     assert {a.request.client for a, _, _ in world.messages(available=[2])} == {2}
     assert world.messages(available=[]) == []
     for t in range(5):
-        world.server.t = t
-        assert set(world.server.who([0, 2]).sampled) == {0, 2}
-        assert world.server.who(range(3)) == world.settings.who(t + 1, 3)
+        world.server.federation.t = t
+        assert set(world.server.federation.who([0, 2]).sampled) == {0, 2}
+        assert world.server.federation.who(range(3)) == world.settings.who(t + 1, 3)
 
 
 # What lasts.
@@ -447,7 +459,7 @@ def test_the_state_of_a_client_is_checked_when_it_is_read(tmp_path):
     world = World(tmp_path, sampled=3, tracked=3)
     world.round()
     keeper = world.keepers[0]
-    kind = type(fadamgc.algorithm.example(world.algo, torch.zeros(1)).client)
+    kind = fadamgc.algorithm.example(world.algo, torch.zeros(1)).client
     assert keeper.load(kind).pending == Stamp(1, 1)
     (tensors,) = keeper.folder.glob("*.safetensors")
     data = bytearray(tensors.read_bytes())
@@ -457,18 +469,18 @@ def test_the_state_of_a_client_is_checked_when_it_is_read(tmp_path):
         keeper.load(kind)
     data[-1] ^= 1
     tensors.write_bytes(data)
-    other = Keeper(tmp_path / "node", "test", 5)
+    other = ClientStore(tmp_path / "node", "test", 5)
     keeper.folder.rename(other.folder)
     with pytest.raises(
         CheckpointError, match="holds the state of client 0 of experiment 'test', not of client 5"
     ):
         other.load(kind)
     with pytest.raises(InputError, match="it names a folder"):
-        Keeper(tmp_path, "../other", 0)
+        ClientStore(tmp_path, "../other", 0)
 
 
 def _hold(folder, ready, seconds):
-    with Keeper(folder, "test", 0).only_one():
+    with ClientStore(folder, "test", 0).locked():
         ready.set()
         time.sleep(seconds)
 
@@ -480,12 +492,12 @@ def test_two_processes_do_not_work_on_one_state(tmp_path):
     other.start()
     try:
         assert ready.wait(10)
-        with pytest.raises(RefusedError, match="still at work"), Keeper(tmp_path, "test", 0).only_one(0.2):
+        with pytest.raises(RefusedError, match="still at work"), ClientStore(tmp_path, "test", 0).locked(0.2):
             pass
     finally:
         other.kill()
         other.join()
-    with Keeper(tmp_path, "test", 0).only_one(5):  # who is killed lets go
+    with ClientStore(tmp_path, "test", 0).locked(5):  # who is killed lets go
         pass
 
 
@@ -577,17 +589,17 @@ def test_a_client_does_not_keep_a_state_that_is_not_finite(tmp_path):
     world.round()
     (asked, down, buffers), *_ = world.messages()
     i = asked.request.client
-    before = world.keepers[i].load(type(world.states()[i]))
-    real = world.parties[i].round
+    before = world.keepers[i].load(world.states()[i])
+    real = world.parties[i].train
 
     def overflow(*args):
         result = real(*args)
         return result._replace(state=result.state._replace(v=torch.full_like(result.state.v, float("inf"))))
 
-    world.parties[i].round = overflow
+    world.parties[i].train = overflow
     with pytest.raises(RefusedError, match="its round gave numbers that are not finite"):
         world.deliver((asked, down, buffers))
-    after_it = world.keepers[i].load(type(world.states()[i]))
+    after_it = world.keepers[i].load(world.states()[i])
     assert after_it.seen == before.seen
     assert after_it.pending == before.pending
 
@@ -596,20 +608,20 @@ def test_a_weight_does_not_change_under_way(tmp_path):
     world = World(tmp_path, weights="size")
     assert world.server.needs_all
     for i, size in enumerate(SIZES):
-        world.server.welcome(i, size)
+        world.server.admit(i, size)
     assert not world.server.needs_all
     with pytest.raises(RefusedError, match="client 1 has 200 samples, and had 20"):
-        world.server.welcome(1, 200)
-    assert world.server.samples[1] == 20
+        world.server.admit(1, 200)
+    assert world.server.members.samples[1] == 20
     world.round()
     world.start()
     with pytest.raises(RefusedError, match="client 1 has 200 samples, and had 20"):
-        world.server.welcome(1, 200)
+        world.server.admit(1, 200)
     world.start(reset_states=True)
-    world.server.welcome(1, 200)
+    world.server.admit(1, 200)
     free = World(tmp_path / "uniform")  # without weights, data may grow
-    free.server.welcome(1, 20)
-    free.server.welcome(1, 200)
+    free.server.admit(1, 20)
+    free.server.admit(1, 200)
 
 
 def test_what_belongs_to_an_experiment_is_its_model_and_its_data(tmp_path):

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import shutil
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,16 +30,17 @@ from fadamgc.experiments.report.write import write_report  # noqa: E402
 from fadamgc.federation.cost import traffic  # noqa: E402
 from fadamgc.federation.settings import Settings  # noqa: E402
 from fadamgc.flower import client_app  # noqa: E402
-from fadamgc.flower.clientapp import number, state_folder  # noqa: E402
+from fadamgc.flower.clientapp import client_number, state_folder  # noqa: E402
+from fadamgc.flower.config import NOT_IN_CONFIG, ServerOptions, config_keys, read_config  # noqa: E402
 from fadamgc.flower.coordinator import Coordinator  # noqa: E402
 from fadamgc.flower.protocol import NEVER, RefusedError, Reply, Request, Stamp  # noqa: E402
-from fadamgc.flower.serverapp import federate, read_config  # noqa: E402
+from fadamgc.flower.serverapp import federate  # noqa: E402
 from fadamgc.flower.strategy import Strategy, TooFewClientsError  # noqa: E402
 from fadamgc.flower.wire import (  # noqa: E402
-    RAW,
+    ARRAY_ENCODING,
     Hello,
-    Work,
-    from_record,
+    TrainRequest,
+    from_array_record,
     hello_content,
     read_hello,
     read_reply,
@@ -43,7 +48,7 @@ from fadamgc.flower.wire import (  # noqa: E402
     refusal_content,
     reply_content,
     request_content,
-    to_record,
+    to_array_record,
 )
 from fadamgc.tasks.build import build_task  # noqa: E402
 from fadamgc.tasks.sections import DigitsTask  # noqa: E402
@@ -57,7 +62,7 @@ LOCAL = {"local_steps": 3, "batch_size": 4, "seed": 5}
 def alone(monkeypatch):
     """Messages say which task of Flower's makes them; here it is none. And nothing is printed."""
     TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
-    monkeypatch.setattr("fadamgc.flower.clientapp.show_log", lambda: None)
+    monkeypatch.setattr("fadamgc.flower.clientapp.log_to_stdout", lambda: None)
 
 
 class Here(Grid):
@@ -107,7 +112,7 @@ class Here(Grid):
 
 
 def app_of(task):
-    return client_app(lambda context: (task.model, task.loss, task.pairs[number(context)]))
+    return client_app(lambda context: (task.model, task.loss, task.pairs[client_number(context)]))
 
 
 def make(tmp_path, algo=None, clients=3, rounds=3, sizes=SIZES, **options):
@@ -142,7 +147,7 @@ def test_a_federation_gives_the_simulators_numbers(name, tmp_path):
     assert [(r.test_accuracy, r.sampled, r.work) for r in c.history] == [
         (r.test_accuracy, r.sampled, r.work) for r in run.history
     ]
-    assert torch.equal(from_record(result.arrays)["x"], run.x)
+    assert torch.equal(from_array_record(result.arrays)["x"], run.x)
     assert list(result.train_metrics_clientapp) == [1, 2, 3]
 
 
@@ -154,7 +159,7 @@ def test_an_algorithm_that_begins_with_gradients_waits_for_all(tmp_path):
     torch.testing.assert_close(strategy.coordinator.server.x, run.x)
     _, grid, strategy = make(tmp_path / "other", algo, sampled=2, below_minimum="skip")
     grid.deaf = {1}
-    with pytest.raises(TooFewClientsError, match="2 of 3 clients are there, 3 are needed"):
+    with pytest.raises(TooFewClientsError, match="2 of 3 clients are connected, but round 1 needs 3"):
         strategy.start(grid)
 
 
@@ -168,8 +173,8 @@ def test_arrays_hold_the_bytes_that_the_cost_model_counts(name, tracked, tmp_pat
     kinds = example(algo, torch.zeros(d))
     cost = traffic(algo, d)
     request = Request("test", 0, 0, Stamp(1, 1), NEVER)
-    work = Work(request, tracked, algo, Settings(rounds=1, local_steps=1), kinds.down._asdict(), {})
-    assert held(request_content(work)) == cost.down
+    train = TrainRequest(request, tracked, algo, Settings(rounds=1, local_steps=1), kinds.down._asdict(), {})
+    assert held(request_content(train)) == cost.down
     up = {k: v for k, v in kinds.up._asdict().items() if tracked or k not in algo.tracked_only}
     reply = Reply(*request[:4], up, {}, 0.5, 3)
     assert held(reply_content(reply)) == cost.up + tracked * cost.up_tracked
@@ -244,7 +249,7 @@ def test_too_few_clients_end_the_run_or_skip_the_round(tmp_path):
     _, grid, strategy = make(tmp_path, min_clients=2)
     grid.deaf = {0, 1}
     with pytest.raises(
-        TooFewClientsError, match="1 of 3 clients are there, 2 are needed for round 1; start more"
+        TooFewClientsError, match="1 of 3 clients are connected, but round 1 needs 2; start more"
     ):
         strategy.start(grid)
     assert strategy.coordinator.t == 0
@@ -342,8 +347,8 @@ def test_a_reply_that_is_still_under_way_is_not_waited_for(tmp_path):
 
 @pytest.mark.parametrize("shape", [(2**62, 2**62, 0), (0, 2**63), (1,) * 20, (0, 2**50)])
 def test_an_array_with_an_absurd_shape_is_refused(shape):
-    with pytest.raises(RefusedError, match="wanted is"):
-        from_record(ArrayRecord({"dx": Array("float32", shape, RAW, b"")}))
+    with pytest.raises(RefusedError, match="a possible shape"):
+        from_array_record(ArrayRecord({"dx": Array("float32", shape, ARRAY_ENCODING, b"")}))
 
 
 def test_an_array_that_cannot_be_is_a_refusal_in_a_run(tmp_path):
@@ -353,13 +358,13 @@ def test_an_array_that_cannot_be_is_a_refusal_in_a_run(tmp_path):
     def app(message, context):
         reply = honest(message, context)
         if message.metadata.message_type == "train" and context.node_config["partition-id"] == 0:
-            reply.content["up"]["dx"] = Array("float32", (2**62, 2**62, 0), RAW, b"")
+            reply.content["up"]["dx"] = Array("float32", (2**62, 2**62, 0), ARRAY_ENCODING, b"")
         return reply
 
     grid.app = app
     strategy.start(grid)
     assert [r.dropped for r in strategy.coordinator.history] == [(0,), (0,)]
-    assert "wanted is" in strategy.coordinator.refusals[0]
+    assert "a possible shape" in strategy.coordinator.refusals[0]
 
 
 def test_two_nodes_that_say_they_are_one_client(tmp_path, caplog):
@@ -367,8 +372,8 @@ def test_two_nodes_that_say_they_are_one_client(tmp_path, caplog):
     grid.nodes[999] = 0  # after the right one
     with caplog.at_level("WARNING", logger="fadamgc"):
         strategy.start(grid)
-    assert caplog.text.count("each needs a partition-id of its own") == 1
-    assert "so does node 100" in caplog.text
+    assert caplog.text.count("give each node its own partition-id") == 1
+    assert "node 100 has connected as that client" in caplog.text
     run = fadamgc.simulate(fadamgc.FAdamGC(), task, rounds=4, executor="loop", **LOCAL)
     assert torch.equal(strategy.coordinator.server.x, run.x)
 
@@ -397,7 +402,7 @@ def test_a_node_that_cannot_start_is_told_of_once_and_not_asked_all_the_time(tmp
 def test_weights_by_size_wait_for_all_sizes(tmp_path):
     _, grid, strategy = make(tmp_path, weights="size", below_minimum="skip")
     grid.deaf = {1}
-    with pytest.raises(TooFewClientsError, match="3 are needed"):
+    with pytest.raises(TooFewClientsError, match="round 1 needs 3"):
         strategy.start(grid)
     _, grid, strategy = make(tmp_path / "all", weights="size")
     strategy.start(grid)
@@ -411,7 +416,7 @@ def good_request(**changes):
     kinds = example(algo, torch.zeros(3))
     request = Request("test", 0, 0, Stamp(1, 1), NEVER)
     settings = Settings(rounds=1, local_steps=1)
-    content = request_content(Work(request, True, algo, settings, kinds.down._asdict(), {}))
+    content = request_content(TrainRequest(request, True, algo, settings, kinds.down._asdict(), {}))
     for key, value in changes.items():
         content["request"][key.replace("_of_", "-")] = value
     return content
@@ -490,8 +495,8 @@ def test_a_node_that_is_nobody_is_not_asked(tmp_path, caplog):
     grid.nodes |= {7: 9}  # there are clients 0 to 2
     task = class_task(sizes=(4,) * 10)
     grid.app = app_of(task)
-    strategy.look(grid)
-    strategy.look(grid)
+    strategy.update_nodes(grid)
+    strategy.update_nodes(grid)
     assert strategy.available == [0, 1, 2]
     assert "a node says it is client 9; clients are 0 to 2" in caplog.text
 
@@ -499,15 +504,15 @@ def test_a_node_that_is_nobody_is_not_asked(tmp_path, caplog):
 @pytest.mark.parametrize(
     ("array", "said"),
     [
-        (Array("float32", (2,), "numpy.ndarray", b"12345678"), "wanted is fadamgc.little-endian"),
-        (Array("object", (2,), RAW, b"12345678"), "wanted is"),
-        (Array("float32", (3,), RAW, b"12345678"), "has 8 bytes"),
-        (Array("float32", (-2, -1), RAW, b"12345678"), "wanted is"),
+        (Array("float32", (2,), "numpy.ndarray", b"12345678"), "encoded as fadamgc.little-endian"),
+        (Array("object", (2,), ARRAY_ENCODING, b"12345678"), "a possible shape"),
+        (Array("float32", (3,), ARRAY_ENCODING, b"12345678"), "has 8 bytes"),
+        (Array("float32", (-2, -1), ARRAY_ENCODING, b"12345678"), "a possible shape"),
     ],
 )
 def test_an_array_that_is_not_what_it_says_is_refused(array, said):
     with pytest.raises(RefusedError, match=said):
-        from_record(ArrayRecord({"dx": array}))
+        from_array_record(ArrayRecord({"dx": array}))
 
 
 def test_arrays_survive_the_way():
@@ -518,7 +523,7 @@ def test_arrays_survive_the_way():
         "d": torch.zeros(0),
         "e": torch.randn(4, 4).T,
     }
-    back = from_record(to_record(tensors))
+    back = from_array_record(to_array_record(tensors))
     for name, value in tensors.items():
         assert torch.equal(back[name], value)
         assert back[name].dtype == value.dtype
@@ -528,15 +533,16 @@ def test_arrays_survive_the_way():
 REQUEST = Request("test", 0, 0, Stamp(1, 1), NEVER)
 
 
-def some_work():
-    kinds = example(fadamgc.FAdamGC(), torch.zeros(3))
-    return Work(REQUEST, True, fadamgc.FAdamGC(), Settings(rounds=1, local_steps=2), kinds.down._asdict(), {})
+def some_request():
+    algo = fadamgc.FAdamGC()
+    down = example(algo, torch.zeros(3)).down._asdict()
+    return TrainRequest(REQUEST, True, algo, Settings(rounds=1, local_steps=2), down, {})
 
 
 def test_a_request_survives_the_way():
-    work = read_request(request_content(some_work()))
-    assert (work.request, work.tracked, work.algorithm) == (REQUEST, True, fadamgc.FAdamGC())
-    assert work.settings.local_steps == 2
+    train = read_request(request_content(some_request()))
+    assert (train.request, train.tracked, train.algorithm) == (REQUEST, True, fadamgc.FAdamGC())
+    assert train.settings.local_steps == 2
 
 
 @pytest.mark.parametrize(
@@ -553,7 +559,7 @@ def test_a_request_survives_the_way():
     ],
 )
 def test_a_request_that_cannot_be_understood_is_refused(key, value, said):
-    content = request_content(some_work())
+    content = request_content(some_request())
     content["request"][key] = value
     with pytest.raises(RefusedError, match=said):
         read_request(content)
@@ -579,7 +585,7 @@ def test_what_goes_wrong_at_a_client_is_said_at_the_server(tmp_path, caplog):
     for path in (tmp_path / "node-1" / "test" / "client-1").glob("*"):
         path.unlink()
     messages = strategy.configure_train(1, ArrayRecord(), ConfigRecord(), grid)
-    messages[1].content["down"]["x"] = to_record({"x": torch.zeros(2)})["x"]
+    messages[1].content["down"]["x"] = to_array_record({"x": torch.zeros(2)})["x"]
     strategy.aggregate_train(1, strategy._exchange(grid, messages))
     assert "client 1: the client refuses: client 1: the server's x is torch.float32 (2,)" in caplog.text
     assert strategy.coordinator.history[0].dropped == (1,)
@@ -589,19 +595,51 @@ def test_what_goes_wrong_at_a_client_is_said_at_the_server(tmp_path, caplog):
 
 
 def test_the_config_is_read_and_what_is_not_known_refused():
-    values = read_config({"algorithm": "scaffold", "eta_l": 0.1, "data.alpha": 0.3})
-    assert (values["rounds"], values["min-clients"]) == (10, 1)
+    config = read_config({"algorithm": "scaffold", "eta_l": 0.1, "data.alpha": 0.3, "eval-every": 2})
+    assert config.algorithm == fadamgc.Scaffold(eta_l=0.1)
+    assert config.settings == Settings(rounds=10, local_steps=10, eval_every=2)
+    assert config.options == ServerOptions(algorithm="scaffold")
+    assert config.app == {"data.alpha": 0.3}
+    assert read_config({"local-epochs": 2}).settings == Settings(rounds=10, local_epochs=2)
     with pytest.raises(InputError, match=r"config localsteps=3 is not known.*local-steps"):
         read_config({"localsteps": 3})
     with pytest.raises(InputError, match="config beta2=0.9 is not known"):
         read_config({"algorithm": "fedavg", "beta2": 0.9})
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "accepted"),
+    [
+        ("reset-states", "true", "true or false"),
+        ("round-timeout", "long", "a number"),
+        ("clients", [], "a n"),
+    ],
+)
+def test_values_of_a_wrong_kind_are_refused(key, value, accepted):
+    with pytest.raises(InputError, match=f"config {key}=.* is not accepted; it must be {accepted}"):
+        read_config({key: value})
+
+
+def test_every_setting_of_a_run_is_a_key_or_cannot_be_one():
+    """The accepted keys: a new setting or option must be added here, and to the documentation."""
+    assert set(config_keys()) == {
+        *("rounds", "sampled", "tracked", "local-steps", "local-epochs", "batch-size", "seed", "weights"),
+        *("eval-every", "target"),
+        *("algorithm", "clients", "experiment", "folder", "min-clients", "round-timeout", "wait-timeout"),
+        *("below-minimum", "max-update-norm", "max-norm-ratio", "max-samples", "max-size-ratio"),
+        *("reset-states", "checkpoints", "restore-round", "bind-clients", "unbind-clients"),
+    }
+    names = {field.name for field in dataclasses.fields(Settings)}
+    assert set(NOT_IN_CONFIG) <= names
+    text = (Path(__file__).parents[1] / "docs" / "flower.md").read_text()
+    assert all(f"`{key}`" in text for key in config_keys())
+
+
 @pytest.mark.parametrize("given", [None, "0", -1, True])
 def test_a_node_must_know_who_it_is(given, monkeypatch, tmp_path):
     context = Context(1, 1, {} if given is None else {"partition-id": given}, RecordDict(), {})
     with pytest.raises(InputError, match="partition-id.*is not accepted; start the node with"):
-        number(context)
+        client_number(context)
     monkeypatch.setenv("FADAMGC_STATES", str(tmp_path))
     assert state_folder(context) == tmp_path
 
@@ -647,9 +685,59 @@ def test_the_digits_app_gives_the_simulators_numbers_and_a_report(tmp_path, capl
     shutil.rmtree(tmp_path / "server" / "runs")  # as if killed after the last checkpoint
     with caplog.at_level("INFO", logger="fadamgc"):
         again = federate(None, digits.task(grid.context(0)), config)  # nobody has to be there for it
-    assert "digits: ended before, after round 3" in caplog.text
+    assert "digits: already complete after round 3" in caplog.text
     assert torch.equal(again.server.x, run.x)
     assert read_results(tmp_path / "server").runs["FAdamGC"][0].history == run.history
+
+
+class Steepest(fadamgc.FedAvg):
+    """An algorithm that only the server's process has registered."""
+
+    title = "Steepest\nof all"
+
+
+def test_a_history_of_a_custom_algorithm_and_metric_is_reported(tmp_path, monkeypatch):
+    from fadamgc.methods import _REGISTRY
+
+    with monkeypatch.context() as patched:
+        patched.setitem(_REGISTRY, "steepest", Steepest)
+        task = class_task(sizes=SIZES, metric=lambda output, _: float(output.abs().max()), goal="min")
+        config = {
+            **{
+                "algorithm": "steepest",
+                "eta_l": 0.2,
+                "experiment": "mine",
+                "folder": str(tmp_path / "server"),
+            },
+            **{"rounds": 2, "local-steps": 2, "sampled": 2, "target": 0.001, "seed": 7, "wait-timeout": 5.0},
+        }
+        (tmp_path / "server").mkdir()
+        (tmp_path / "server" / "spec.toml").write_text("of the version before, with other settings")
+        coordinator = federate(Here(app_of(task), tmp_path, 3), task, config)
+    results = write_report(tmp_path / "server")
+    assert results.spec.name == "mine"
+    assert results.spec.title == "Steepest\\nof all on task, 3 clients, on Flower"
+    assert (results.spec.task.metric, results.spec.run.target, results.spec.run.seeds) == (
+        "metric",
+        0.001,
+        (7,),
+    )
+    assert (results.spec.run.rounds, results.spec.run.sampled) == (2, 2)
+    (method,) = results.spec.methods
+    assert method.label == "Steepest\\nof all"
+    assert method.hyperparameters["eta_l"] == 0.2
+    assert results.runs[method.label][0].history == coordinator.history
+    assert results.runs[method.label][0].goal == "min"
+    assert (tmp_path / "server" / "runs" / "steepest-nof-all-seed7" / "run.json").exists()
+
+
+def test_flower_apps_load_no_experiments():
+    code = (
+        "import sys, fadamgc.flower.dataset_apps\n"
+        "loaded = [m for m in sys.modules if m.startswith(('matplotlib', 'plotly', 'fadamgc.experiments'))]\n"
+        "assert not loaded, loaded"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_the_command_says_what_runs(tmp_path):

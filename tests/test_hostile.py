@@ -15,11 +15,11 @@ import torch
 import fadamgc
 from fadamgc.errors import CheckpointError, InputError
 from fadamgc.federation.settings import Settings
-from fadamgc.flower.client_round import Party
-from fadamgc.flower.client_store import Keeper
+from fadamgc.flower.client_round import LocalClient
+from fadamgc.flower.client_store import ClientStore
 from fadamgc.flower.coordinator import Scale
-from fadamgc.flower.protocol import Kept, RefusedError, Request, Stamp, reconcile
-from fadamgc.flower.server_store import Store
+from fadamgc.flower.protocol import RefusedError, Request, Stamp, StoredState, resolve_pending
+from fadamgc.flower.server_store import ServerStore
 from problems import class_task
 from test_federation import SETTINGS, SIZES, World
 
@@ -43,10 +43,11 @@ from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_conte
 from flwr.supercore.run import Run  # noqa: E402
 from flwr.superlink.grid.http_grid import HttpGrid  # noqa: E402
 
-from fadamgc.flower.inbox import Limit, Objects, Threads, TooLargeError, inbox  # noqa: E402
-from fadamgc.flower.serverapp import binds, make_coordinator, numbers, read_config  # noqa: E402
-from fadamgc.flower.strategy import BARRED, TooFewClientsError  # noqa: E402
-from fadamgc.flower.wire import RAW, Work, read_request, request_content  # noqa: E402
+from fadamgc.flower.config import read_config  # noqa: E402
+from fadamgc.flower.inbox import ObjectInbox, SizeLimit, ThreadInbox, TooLargeError, make_inbox  # noqa: E402
+from fadamgc.flower.serverapp import make_coordinator  # noqa: E402
+from fadamgc.flower.strategy import BARRED_ROUNDS, TooFewClientsError  # noqa: E402
+from fadamgc.flower.wire import ARRAY_ENCODING, TrainRequest, read_request, request_content  # noqa: E402
 from test_flower import LOCAL, Here, alone, app_of, make  # noqa: E402, F401
 
 
@@ -137,7 +138,7 @@ def linked(tmp_path, clients=3, **options):
 
 def test_a_federation_on_flowers_own_grid_gives_the_simulators_numbers(tmp_path):
     task, grid, strategy = linked(tmp_path)
-    assert isinstance(inbox(grid), Objects)
+    assert isinstance(make_inbox(grid), ObjectInbox)
     strategy.start(grid)
     run = simulated(task, 3)
     assert torch.equal(strategy.coordinator.server.x, run.x)
@@ -193,7 +194,7 @@ def test_a_stalled_answer_that_comes_at_last_is_not_used(tmp_path):
         if record.round == 2:
             grid.stalled = set()
             grid.freed.set()
-            while not strategy._box(grid)._answers.qsize():
+            while not strategy._inbox_of(grid)._results.qsize():
                 time.sleep(0.01)
 
     strategy.on_round = free
@@ -231,14 +232,14 @@ def large(app, client, size):
     def answer(message, context):
         reply = app(message, context)
         if message.metadata.message_type == "train" and context.node_config["partition-id"] == client:
-            reply.content["up"]["dx"] = Array("uint8", (size,), RAW, bytes(size))
+            reply.content["up"]["dx"] = Array("uint8", (size,), ARRAY_ENCODING, bytes(size))
         return reply
 
     return answer
 
 
 def test_a_reply_that_is_too_large_is_not_pulled(tmp_path, caplog):
-    rounds = BARRED + 3
+    rounds = BARRED_ROUNDS + 3
     _, grid, strategy = linked(tmp_path, rounds=rounds, min_clients=2)
     size = 8 << 20
     grid._client.app = large(grid._client.app, 0, size)
@@ -246,8 +247,8 @@ def test_a_reply_that_is_too_large_is_not_pulled(tmp_path, caplog):
     assert grid._client.pulled < size / 4
     history = strategy.coordinator.history
     assert history[0].dropped == (0,)
-    assert all(record.sampled == (1, 2) for record in history[1:BARRED])  # it is not asked for a while
-    assert any(0 in record.dropped for record in history[BARRED:])  # and then again
+    assert all(record.sampled == (1, 2) for record in history[1:BARRED_ROUNDS])  # it is not asked for a while
+    assert any(0 in record.dropped for record in history[BARRED_ROUNDS:])  # and then again
     assert "its reply is not pulled: one of its parts has" in caplog.text
     assert "it is not asked before round 11" in caplog.text
     assert any("not pulled" in said for said in strategy.coordinator.refusals)
@@ -282,7 +283,7 @@ def test_an_array_that_names_one_chunk_many_times_is_too_large(tmp_path):
 
 
 def test_limits_leave_room_for_what_is_asked_for():
-    limit = Limit(2, 1 << 20)
+    limit = SizeLimit(2, 1 << 20)
     limit.check(20, (1 << 20) + 4000)
     with pytest.raises(TooLargeError, match="it has 2000 parts"):
         limit.check(2000, 0)
@@ -359,7 +360,7 @@ def test_a_reply_to_another_nodes_message_is_refused(tmp_path):
             if client == 1:  # a message that was sent to client 0
                 reply.metadata.__dict__["_reply_to_message_id"] = sent[0]
                 reply.content["reply"]["client"] = 0
-                reply.content["up"]["dx"] = Array("float32", (75,), RAW, bytes(300))
+                reply.content["up"]["dx"] = Array("float32", (75,), ARRAY_ENCODING, bytes(300))
         if message.metadata.message_type == "train" and client == 0:
             grid.deaf = {0}
             return reply
@@ -413,9 +414,9 @@ def test_a_lone_client_is_compared_with_earlier_rounds(tmp_path):
     world = World(tmp_path, sampled=1, tracked=1, rounds=20)
     for _ in range(3):
         world.round()
-    scales = world.server.scales
+    scales = world.server.checks.scales
     world.start()
-    assert world.server.scales == scales  # a server that resumes has the same rule
+    assert world.server.checks.scales == scales  # a server that resumes has the same rule
     (client,) = world.settings.who(4, 3).sampled
     assert poisoned_round(world, times("dx", 1e30), client).dropped == (client,)
     world.check()
@@ -428,7 +429,9 @@ def test_the_bound_can_be_changed_or_turned_off(tmp_path):
     strict.round()
     before = strict.server.server.x.norm()
     assert float(before) > 0
-    strict.server.server = strict.server.server._replace(x=torch.zeros_like(strict.server.server.x))
+    state = strict.server.federation.state
+    zero = state.server._replace(x=torch.zeros_like(state.server.x))
+    strict.server.federation.state = state._replace(server=zero)
     assert poisoned_round(strict, times("dx", 20)).dropped == (1,)
     with pytest.raises(InputError, match="max_norm_ratio=0.5 is not accepted; it must be a number > 1"):
         World(tmp_path / "none", max_norm_ratio=0.5)
@@ -462,8 +465,8 @@ def test_honest_clients_of_very_different_sizes_are_not_refused(tmp_path):
             {},
         )
         world.task, world.settings = task, Settings(rounds=6, sampled=sampled, **named)
-        world.parties = [Party(model, task.loss, pair, i) for i, pair in enumerate(task.pairs)]
-        world.keepers = [Keeper(world.folder / "node", "test", i) for i in range(4)]
+        world.parties = [LocalClient(model, task.loss, pair, i) for i, pair in enumerate(task.pairs)]
+        world.keepers = [ClientStore(world.folder / "node", "test", i) for i in range(4)]
         world.start()
         assert all(world.round().dropped == () for _ in range(6))
         run = fadamgc.simulate(world.algo, task, rounds=6, sampled=sampled, executor="loop", **named)
@@ -488,8 +491,8 @@ def norm_world(tmp_path, rounds=6, **options):
     world.folder, world.algo, world.options = tmp_path, fadamgc.FAdamGC(eta_l=0.05), options
     world.task = class_task(sizes=SIZES, model=model)
     world.settings = Settings(rounds=rounds, dtype=None, **SETTINGS | {"sampled": 3, "tracked": 3})
-    world.parties = [Party(model, world.task.loss, pair, i) for i, pair in enumerate(world.task.pairs)]
-    world.keepers = [Keeper(tmp_path / "node", "test", i) for i in range(3)]
+    world.parties = [LocalClient(model, world.task.loss, pair, i) for i, pair in enumerate(world.task.pairs)]
+    world.keepers = [ClientStore(tmp_path / "node", "test", i) for i in range(3)]
     world.start()
     return world
 
@@ -558,8 +561,8 @@ def test_a_federation_of_a_16_bit_model_looks_at_the_test_loss(eval_every, tmp_p
 
 def test_a_loss_that_fails_on_the_test_data_is_an_error_with_a_reason(tmp_path):
     world = World(tmp_path, sampled=3, tracked=3, eval_every=100)
-    inputs, targets = world.server.problem.test
-    world.server.problem.test = inputs, targets + 1000
+    inputs, targets = world.server.functions.test
+    world.server.functions.test = inputs, targets + 1000
     with pytest.raises(InputError, match="model or loss failed on the test data"):
         world.round()
 
@@ -574,10 +577,10 @@ def test_what_a_killed_server_left_while_it_read_a_checkpoint_is_removed(tmp_pat
 
 def test_a_test_loss_that_never_was_finite_stops_nothing(tmp_path):
     world = World(tmp_path, sampled=3, tracked=3)
-    inputs, targets = world.server.problem.test
-    world.server.problem.test = inputs * float("nan"), targets
+    inputs, targets = world.server.functions.test
+    world.server.functions.test = inputs * float("nan"), targets
     assert world.round().dropped == ()
-    world.server.problem.test = inputs, targets
+    world.server.functions.test = inputs, targets
     world.round()
     world.check()
 
@@ -608,7 +611,7 @@ def test_the_last_checkpoints_are_kept_and_can_be_gone_back_to(tmp_path):
         x[t] = world.server.server.x
         if t == 4:
             world.start()  # a restart in between costs none of them
-    store = Store(tmp_path / "server", 3)
+    store = ServerStore(tmp_path / "server", 3)
     assert store.rounds() == [3, 4, 5]
     assert len(list((tmp_path / "server").glob("round-*"))) == 6
     with pytest.raises(CheckpointError, match=r"restore-round=1 is not accepted; .* of rounds: 3, 4, 5"):
@@ -643,14 +646,16 @@ def test_the_config_says_what_is_bounded_and_where_to_go_back_to(tmp_path):
         return make_coordinator(task, read_config(config | more), tmp_path)
 
     server = started()
-    assert (server.max_norm_ratio, server.max_samples, server.max_size_ratio) == (100, None, 100)
+    limits = server.checks.max_norm_ratio, server.members.max_samples, server.members.max_size_ratio
+    assert limits == (100, None, 100)
     for _ in range(3):
         server.ask([])
         server.close()
     assert started(restore_round=2).t == 2
     assert started().t == 2
     free = started(max_norm_ratio=0.0, max_size_ratio=0.0, max_samples=50, unbind_clients="all")
-    assert (free.max_norm_ratio, free.max_samples, free.max_size_ratio) == (None, 50, None)
+    limits = free.checks.max_norm_ratio, free.members.max_samples, free.members.max_size_ratio
+    assert limits == (None, 50, None)
 
 
 def test_a_damaged_checkpoint_can_be_gone_back_from(tmp_path):
@@ -684,7 +689,7 @@ def test_a_server_killed_while_it_keeps_a_checkpoint_resumes(tmp_path, monkeypat
     world.check()
     world.round()
     world.check()
-    assert Store(tmp_path / "server", 3).rounds() == [1, 2, 3]
+    assert ServerStore(tmp_path / "server", 3).rounds() == [1, 2, 3]
 
 
 def test_one_checkpoint_is_enough_for_those_who_want_no_more(tmp_path):
@@ -701,7 +706,7 @@ def test_an_algorithm_that_begins_with_gradients_cannot_go_back(tmp_path):
     world = World(tmp_path, fadamgc.FAdamGC(init="gradient"))
     world.setup()
     world.round()
-    with pytest.raises(InputError, match="cannot begin anew with another"):
+    with pytest.raises(InputError, match="cannot be reset with another model"):
         world.start(restore_round=1)
 
 
@@ -715,23 +720,23 @@ def test_a_client_cannot_give_itself_all_the_weight(tmp_path):
         refused = []
         for i in order:
             try:
-                world.server.welcome(i, says[i])
+                world.server.admit(i, says[i])
             except RefusedError as error:
                 refused.append(str(error))
-        assert world.server.samples == {0: 6, 1: 20}
+        assert world.server.members.samples == {0: 6, 1: 20}
         assert world.server.needs_all
         with pytest.raises(
             RefusedError, match="client 2 has 1000000000 samples, more than 100 times the median"
         ):
-            world.server.welcome(2, 10**9)
-        world.server.welcome(2, 11)
+            world.server.admit(2, 10**9)
+        world.server.admit(2, 11)
         assert not world.server.needs_all
     known = World(tmp_path / "known", max_samples=100)
     with pytest.raises(RefusedError, match="client 1 has 101 samples, more than max_samples=100"):
-        known.server.welcome(1, 101)
+        known.server.admit(1, 101)
     free = World(tmp_path / "free", weights="size", max_size_ratio=None)
     for i, size in enumerate((6, 20, 10**9)):
-        free.server.welcome(i, size)
+        free.server.admit(i, size)
     assert not free.server.needs_all
 
 
@@ -747,7 +752,7 @@ def test_a_node_with_too_many_samples_is_turned_away(liar, tmp_path, caplog):
         return reply
 
     grid.app = app
-    with pytest.raises(TooFewClientsError, match=r"2 of 3 clients are there.*samples"):
+    with pytest.raises(TooFewClientsError, match=r"2 of 3 clients are connected.*samples"):
         strategy.start(grid)
     assert strategy.available == sorted({0, 1, 2} - {liar})
 
@@ -790,7 +795,7 @@ def test_a_client_is_bound_to_the_key_that_first_spoke_for_it(tmp_path, caplog):
     strategy.start(other)
     assert strategy.coordinator.history[-1].sampled == (0, 1, 2)
     # A registered node cannot change its number.
-    strategy.coordinator.keys.pop(2)
+    strategy.coordinator.members.keys.pop(2)
     with pytest.raises(RefusedError, match="is bound to client 0.*unbind-clients = '0'"):
         strategy.coordinator.check_key(2, hashlib.sha256(b"key 100").hexdigest())
 
@@ -798,7 +803,7 @@ def test_a_client_is_bound_to_the_key_that_first_spoke_for_it(tmp_path, caplog):
 def test_an_operator_can_replace_a_node(tmp_path):
     world = World(tmp_path)
     server = world.server
-    server.bind(0, "old")
+    server.members.bind(0, "old")
     world.round()
     world.start()
     with pytest.raises(RefusedError, match="that client is bound to key old, not new"):
@@ -810,22 +815,29 @@ def test_an_operator_can_replace_a_node(tmp_path):
         world.server.check_key(0, "new")
     world.start(unbind=[0])
     world.server.check_key(0, "new")
-    world.server.bind(0, "new")
+    world.server.members.bind(0, "new")
     world.server.check_key(0, "new")
 
 
 def test_whether_clients_are_bound(monkeypatch):
+    def binds(choice):
+        return read_config({"bind-clients": choice}).binds_clients
+
+    def unbound(clients):
+        return read_config({"unbind-clients": clients}).unbound_clients
+
     assert (binds("on"), binds("off"), binds("auto")) == (True, False, False)
     monkeypatch.setenv("FADAMGC_BIND_CLIENTS", "on")
     assert (binds("off"), binds("auto")) == (False, True)
     with pytest.raises(InputError, match="config bind-clients='yes' is not accepted"):
         binds("yes")
-    assert numbers("0, 2", 3) == [0, 2]
-    assert numbers("all", 3) == [0, 1, 2]
-    assert numbers("", 3) == []
+    assert unbound("0, 2") == [0, 2]
+    assert unbound(1) == [1]
+    assert unbound("all") == [0, 1, 2]
+    assert unbound("") == []
     with pytest.raises(InputError, match="config unbind-clients='3' is not accepted"):
-        numbers("3", 3)
-    assert read_config({})["bind-clients"] == "auto"
+        unbound("3")
+    assert read_config({}).options.bind_clients == "auto"
 
 
 # Clocks.
@@ -840,8 +852,8 @@ def test_a_reset_with_a_clock_that_is_days_ahead_blocks_nobody(tmp_path, monkeyp
         world.start(reset_states=True)
     ahead = world.server.generation
     for message in world.messages():
-        content = request_content(Work(message[0].request, True, world.algo, world.settings, *message[1:]))
-        assert read_request(content).request == message[0].request  # as a client sees it
+        train = TrainRequest(message[0].request, True, world.algo, world.settings, *message[1:])
+        assert read_request(request_content(train)).request == message[0].request  # as a client sees it
     world.round()
     world.start(reset_states=True)  # with the right clock
     assert world.server.generation == ahead + 1
@@ -851,26 +863,27 @@ def test_a_reset_with_a_clock_that_is_days_ahead_blocks_nobody(tmp_path, monkeyp
 
 
 def test_states_of_an_earlier_generation_are_accepted():
-    before = Kept(1_700_000_000, Stamp(3, 1), Stamp(3, 1), "state")  # as 0.1 wrote them
-    same = reconcile(before, Request("test", 0, 1_700_000_000, Stamp(4, 1), Stamp(3, 1)))
-    assert same.state == "state"
-    assert reconcile(before, Request("test", 0, 1_700_000_001, Stamp(4, 2), Stamp(0, 0))).state is None
+    before = StoredState(1_700_000_000, Stamp(3, 1), Stamp(3, 1), "state")  # as 0.1 wrote them
+    same = resolve_pending(before, Request("test", 0, 1_700_000_000, Stamp(4, 1), Stamp(3, 1)))
+    assert same.committed_state == "state"
+    reset = resolve_pending(before, Request("test", 0, 1_700_000_001, Stamp(4, 2), Stamp(0, 0)))
+    assert reset.committed_state is None
     with pytest.raises(RefusedError, match=r"generation 1700000000.*its clock was ahead"):
-        reconcile(before, Request("test", 0, 5, Stamp(4, 1), Stamp(3, 1)))
+        resolve_pending(before, Request("test", 0, 5, Stamp(4, 1), Stamp(3, 1)))
 
 
 def test_a_checkpoint_of_the_version_before_is_read(tmp_path, monkeypatch):
     world = World(tmp_path, sampled=3, tracked=3)
-    real = Store.write
+    real = ServerStore.write
 
     def write(store, content, tensors):
         real(store, {k: v for k, v in content.items() if k not in ("scales", "keys")}, tensors)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Store, "write", write)
+        patched.setattr(ServerStore, "write", write)
         world.round()
     world.start()
-    assert world.server.scales == {}
+    assert world.server.checks.scales == {}
     world.round()
     world.check()
 
@@ -878,51 +891,51 @@ def test_a_checkpoint_of_the_version_before_is_read(tmp_path, monkeypatch):
 def test_threads_do_not_ask_twice_for_what_is_under_way(tmp_path):
     task = class_task(sizes=SIZES)
     grid = Stalled(app_of(task), tmp_path, 3)
-    box = Threads(grid)
+    box = ThreadInbox(grid)
     messages = [
         Message(RecordDict(), dst_node_id=100 + i, message_type="query", ttl=9.0, group_id="1")
         for i in range(3)
     ]
     grid.stalled = {("query", 1)}
-    limits = dict.fromkeys(grid.push_messages(messages), Limit())
+    limits = dict.fromkeys(grid.push_messages(messages), SizeLimit())
     found = box.collect(limits)
     first, stalled, last = limits
     assert [identity for identity, _ in found] == [first, last]
     assert box.busy(stalled)
     count = threading.active_count()
     for _ in range(3):
-        assert box.collect({stalled: Limit()}) == []
+        assert box.collect({stalled: SizeLimit()}) == []
     assert threading.active_count() <= count
     box.forget([stalled])
     grid.freed.set()
     while box.busy(stalled):
         box.collect({})  # it was given up: what comes now is dropped
-    assert box.collect({stalled: Limit()}) == []
+    assert box.collect({stalled: SizeLimit()}) == []
 
 
 def test_replies_that_come_while_others_are_collected_are_not_lost(tmp_path):
     grid = Stalled(app_of(class_task(sizes=SIZES)), tmp_path, 3)
-    box = Threads(grid)
+    box = ThreadInbox(grid)
     messages = [
         Message(RecordDict(), dst_node_id=100 + i, message_type="query", ttl=9.0, group_id="1")
         for i in range(2)
     ]
     grid.stalled = {("query", 0)}
     late, other = grid.push_messages(messages)
-    assert box.collect({late: Limit()}) == []
+    assert box.collect({late: SizeLimit()}) == []
     grid.freed.set()
     while box.busy(late):
-        box.collect({other: Limit()})
-    ((identity, reply),) = box.collect({late: Limit()})
+        box.collect({other: SizeLimit()})
+    ((identity, reply),) = box.collect({late: SizeLimit()})
     assert (identity, reply.content["hello"]["client"]) == (late, 0)
 
     _, linked_grid, _ = linked(tmp_path / "link")
-    objects, link = inbox(linked_grid), linked_grid._client
+    objects, link = make_inbox(linked_grid), linked_grid._client
     link.stalled = {("query", 0)}
     late, other = linked_grid.push_messages(messages)
-    assert objects.collect({late: Limit()}) == []
-    assert len(objects.collect({other: Limit()})) == 1
+    assert objects.collect({late: SizeLimit()}) == []
+    assert len(objects.collect({other: SizeLimit()})) == 1
     name = next(name for name, content in link.objects.items() if content is None)
     link.objects[name] = link.late[name]
-    ((identity, reply),) = objects.collect({late: Limit()})
+    ((identity, reply),) = objects.collect({late: SizeLimit()})
     assert (identity, reply.content["hello"]["client"]) == (late, 0)

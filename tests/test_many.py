@@ -65,7 +65,7 @@ def test_every_algorithm_can_be_run_many_at_once(name):
 
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 def test_compiled_runs_are_what_they_are_alone(monkeypatch):
-    monkeypatch.setattr("fadamgc.sim.executors.vectorized.LONG", 1)
+    monkeypatch.setattr("fadamgc.sim.executors.vectorized.LONG_RUN", 1)
     tasks = [class_task(seed=seed) for seed in (0, 1)]
     alone = [fadamgc.simulate(**own, **SHORT) for own in grid(tasks)]
     assert all(run.settings["compiled"] for run in alone)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -12,10 +14,83 @@ from torch.nn import functional as F
 
 import fadamgc
 from fadamgc import ClientOptimizer, Cohort
+from fadamgc.methods import fadamgc as flat
+from fadamgc.tree import leaves, rebuild
 from problems import class_task, mlp
 
-ALGORITHMS = [pytest.param(fadamgc.make_algorithm(name), id=name) for name in fadamgc.algorithms()]
 X, Y = class_task().pairs[1]
+
+
+class Correction(NamedTuple):
+    y: torch.Tensor
+
+
+class Down(NamedTuple):
+    x: torch.Tensor
+    correction: Correction
+
+
+class Kept(NamedTuple):
+    v: torch.Tensor
+    v_hat: torch.Tensor
+
+
+class Client(NamedTuple):
+    y: torch.Tensor
+    kept: Kept
+
+
+class Moments(NamedTuple):
+    m: torch.Tensor
+    kept: Kept
+
+
+class Local(NamedTuple):
+    moments: Moments
+    g_sum: torch.Tensor
+
+
+class Change(NamedTuple):
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+class Up(NamedTuple):
+    change: Change
+
+
+CLIENT, LOCAL, UP = Client(0, Kept(0, 0)), Local(Moments(0, Kept(0, 0)), 0), Up(Change(0, 0))
+
+
+@dataclass(frozen=True)
+class Nested(fadamgc.FAdamGC):
+    """FAdamGC whose states and messages contain NamedTuples."""
+
+    def init_client(self, x, g=None):
+        return rebuild(CLIENT, super().init_client(x, g))
+
+    def broadcast(self, server):
+        return Down(server.x, Correction(server.y))
+
+    def begin(self, down, client, g=None):
+        return rebuild(LOCAL, super().begin(flat.Down(*leaves(down)), flat.Client(*leaves(client)), g))
+
+    def step(self, down, client, local, x, g):
+        states = flat.Down(*leaves(down)), flat.Client(*leaves(client)), flat.Local(*leaves(local))
+        x, local = super().step(*states, x, g)
+        return x, rebuild(LOCAL, local)
+
+    def finish(self, down, client, local, x, K, tracked):
+        states = flat.Down(*leaves(down)), flat.Client(*leaves(client)), flat.Local(*leaves(local))
+        client, up = super().finish(*states, x, K, tracked)
+        return rebuild(CLIENT, client), rebuild(UP, up)
+
+    def aggregate(self, server, total, cohort):
+        return super().aggregate(server, flat.Up(*leaves(total)), cohort)
+
+
+ALGORITHMS = [pytest.param(fadamgc.make_algorithm(name), id=name) for name in fadamgc.algorithms()]
+ALGORITHMS += [pytest.param(Nested(), id="nested")]
 
 
 def vector(model: nn.Module) -> torch.Tensor:
@@ -59,7 +134,7 @@ def test_state_dict_round_trip_between_and_inside_rounds(algo):
     resumed.load_state_dict(saved["optimizer"])
     train(resumed, other, 3, start=2)
     up = resumed.finish_round()
-    assert all(torch.equal(a, b) for a, b in zip(up, expected, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(leaves(up), leaves(expected), strict=True))
     # and the kept state is the same, too: one more round
     third, again = (a_round(algo, o, m, server).x for o, m in ((optimizer, model), (resumed, other)))
     assert torch.equal(third, again)
@@ -75,6 +150,22 @@ def test_groups_with_one_lr_are_as_one_group(algo):
         server_a = a_round(algo, a, one, server_a)
         server_b = a_round(algo, b, two, server_b)
     torch.testing.assert_close(server_a.x, server_b.x, rtol=1e-6, atol=1e-7)
+
+
+def test_nested_states_give_the_same_numbers():
+    servers = []
+    for algo in (fadamgc.FAdamGC(eta_l=0.1), Nested(eta_l=0.1)):
+        model = mlp()
+        optimizer = ClientOptimizer(model.parameters(), algo)
+        server = algo.init_server(vector(model))
+        for tracked in (True, False, True):
+            server = a_round(algo, optimizer, model, server, tracked=tracked)
+        servers.append(server)
+    assert all(torch.equal(a, b) for a, b in zip(*servers, strict=True))
+    assert {"client.y", "client.kept.v", "client.kept.v_hat"} == set(optimizer.state[model[0].weight])
+    short = Nested().broadcast(flat.Server(vector(model), torch.zeros(3)))
+    with pytest.raises(fadamgc.InputError, match=r"down.correction.y of shape \(3,\) does not fit"):
+        optimizer.start_round(short)
 
 
 @pytest.mark.parametrize("algo", [fadamgc.Scaffold(eta_l=0.1), fadamgc.FANT(eta_l=0.1)])
@@ -129,7 +220,7 @@ def test_start_round_loads_the_servers_model():
     assert torch.equal(vector(model), x)
 
 
-def test_frozen_parameters_are_left_out():
+def test_frozen_parameters_are_skipped():
     model = mlp()
     model[0].weight.requires_grad_(False)
     frozen = model[0].weight.clone()
@@ -153,7 +244,7 @@ def test_a_parameter_without_gradient_counts_as_zero():
     assert (up.dx[:48] != 0).any()
 
 
-def test_a_round_that_is_given_up_leaves_the_state_alone():
+def test_a_discarded_round_leaves_the_state_alone():
     algo = fadamgc.FAdamGC(eta_l=0.01)
     model, other = mlp(), mlp()
     a, b = ClientOptimizer(model.parameters(), algo), ClientOptimizer(other.parameters(), algo)
@@ -220,7 +311,7 @@ def test_errors():
         ClientOptimizer(model.parameters(), fadamgc.FAdamGC(init="gradient"))
     scaffold = fadamgc.Scaffold(option="I")
     one = ClientOptimizer(model.parameters(), scaffold)
-    with pytest.raises(fadamgc.InputError, match="wants the client's gradient at x"):
+    with pytest.raises(fadamgc.InputError, match="needs the client's gradient at x"):
         one.start_round(scaffold.broadcast(scaffold.init_server(vector(model))))
     with pytest.raises(fadamgc.InputError, match="down of type Down is not what Scaffold sends"):
         one.start_round(down)

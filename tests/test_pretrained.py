@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 
-import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -55,10 +54,10 @@ def task(base, data, **options):
     return fadamgc.tasks.text(base, data, **{"clients": 1, "alpha": None, "length": 16} | options)
 
 
-def refused(said, base, data, **options):
+def refused(message, base, data, **options):
     with pytest.raises(InputError) as error:
         task(base, data, **options)
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
 def change_config(folder, **values):
@@ -106,7 +105,7 @@ def test_a_tokenizer_of_another_model_is_refused(bases, own):
     gpt2 = load_base(bases["gpt2"], 2, seed=0).tokenizer
     refused("the tokenizer has 50257 tokens and base=", bases["bert"], own, tokenizer=gpt2)
     refused(
-        "tokenizer='bert' is not accepted; give one of transformers'", bases["bert"], own, tokenizer="bert"
+        "tokenizer='bert' is not accepted; give one of transformers", bases["bert"], own, tokenizer="bert"
     )
 
 
@@ -119,7 +118,7 @@ def test_a_tokenizer_is_left_as_it_was(bases, own):
     assert tokenizer.pad_token is None
 
 
-def test_a_folder_that_is_not_there_is_no_name_on_the_hub(own, tmp_path):
+def test_a_folder_that_does_not_exist_is_not_a_name_on_the_hub(own, tmp_path):
     refused("there is no such folder", tmp_path / "nothing", own)
     refused("there is no such folder", "./nothing", own)
 
@@ -251,7 +250,7 @@ def test_the_head_is_trained_and_saved_whatever_the_adapters_say_of_it(bases, ow
 
 
 @pytest.mark.parametrize(
-    ("adapters", "said"),
+    ("adapters", "message"),
     [
         ({"task_type": "CAUSAL_LM", "target_modules": ["query"]}, "task_type='CAUSAL_LM' is not accepted"),
         ({"target_modules": ["query", "valeu"]}, "target_modules: 'valeu' matches nothing"),
@@ -263,8 +262,8 @@ def test_the_head_is_trained_and_saved_whatever_the_adapters_say_of_it(bases, ow
         ({"target_modules": ["query"], "inference_mode": True}, "inference_mode=True is not accepted"),
     ],
 )
-def test_adapters_that_cannot_be_are_refused(bases, own, adapters, said):
-    refused(said, bases["bert"], own, adapters=peft.LoraConfig(**adapters))
+def test_bad_adapters_are_refused(bases, own, adapters, message):
+    refused(message, bases["bert"], own, adapters=peft.LoraConfig(**adapters))
 
 
 def test_adapters_are_a_lora_config(bases, own):
@@ -276,7 +275,11 @@ def test_adapters_are_a_lora_config(bases, own):
 def test_patterns_do_not_know_layers(bases, own):
     adapters = lora(4, "all-linear")
     refused(
-        "does not go with target_modules='all-linear'", bases["bert"], own, adapters=adapters, upper_layers=1
+        "cannot be combined with target_modules='all-linear'",
+        bases["bert"],
+        own,
+        adapters=adapters,
+        upper_layers=1,
     )
 
 
@@ -288,8 +291,8 @@ def test_patterns_do_not_know_layers(bases, own):
 def test_more_tokens_than_a_model_takes_are_refused(bases, tmp_path, kind, upper_layers):
     path = tmp_path / "long.csv"
     path.write_text(TEXTS + f"{'film ' * 100},1\n")
-    said = f"length=80 is not accepted: base={bases[kind]!r} takes 64 tokens at the most"
-    refused(said, bases[kind], path, length=80, upper_layers=upper_layers)
+    message = f"length=80 is not accepted: base={bases[kind]!r} takes 64 tokens at the most"
+    refused(message, bases[kind], path, length=80, upper_layers=upper_layers)
     assert task(bases[kind], path, length=64, upper_layers=upper_layers).clients
 
 
@@ -325,14 +328,13 @@ def test_every_text_of_a_pair_has_room(bases, tmp_path):
 
 def test_the_texts_of_a_pair_are_apart_for_a_decoder(bases):
     tokenizer = load_base(bases["gpt2"], 2, seed=0).tokenizer
-    pair = texts.Texts(["good film"], ["bad film"], np.zeros(1, dtype=np.int64))
-    assert tokenizer.decode(encode(tokenizer, pair, 16)[0, 0]) == "good film\nbad film"
+    assert tokenizer.decode(encode(tokenizer, ["good film"], ["bad film"], 16)[0, 0]) == "good film\nbad film"
 
 
 def test_lower_layers_that_do_not_fit_into_memory_are_refused(bases, own, monkeypatch):
     monkeypatch.setattr("fadamgc.models.text.memory", lambda: 1000)
     refused(
-        "upper_layers=1: what comes out of the layers below, for 4 texts", bases["bert"], own, upper_layers=1
+        "upper_layers=1: the outputs of the layers below, for 4 texts", bases["bert"], own, upper_layers=1
     )
     assert runtime.memory() > 1000
 
@@ -341,7 +343,7 @@ def test_lower_layers_that_do_not_fit_into_memory_are_refused(bases, own, monkey
 
 
 @pytest.mark.parametrize(
-    ("content", "options", "said"),
+    ("content", "options", "message"),
     [
         (b"text,label\ngood,0\nbad,2\n", {}, "the labels go up to 2, but no row has label=1"),
         (b"text,label\ngood,1\nbad,2\n", {}, "the labels go up to 2, but no row has label=0"),
@@ -356,7 +358,7 @@ def test_lower_layers_that_do_not_fit_into_memory_are_refused(bases, own, monkey
         (TEXTS.encode(), {"columns": "review"}, "there is no column 'review'; it has text, label"),
         (TEXTS.encode(), {"columns": ("text",) * 3}, "give one column of texts, or two"),
         (TEXTS.encode(), {"test": "nothing.csv"}, "test='nothing.csv' does not exist"),
-        (TEXTS.encode(), {"test": "/"}, "test='/' is no file"),
+        (TEXTS.encode(), {"test": "/"}, "test='/' is not a file"),
         (TEXTS.encode(), {"length": 2.5}, "length=2.5 is not accepted"),
         (TEXTS.encode(), {"length": None}, "length=None is not accepted"),
         (TEXTS.encode(), {"upper_layers": 1.5}, "upper_layers=1.5 is not accepted"),
@@ -372,10 +374,10 @@ def test_lower_layers_that_do_not_fit_into_memory_are_refused(bases, own, monkey
         (TEXTS.encode(), {"clients": 0}, "clients=0 is not accepted"),
     ],
 )
-def test_bad_files_are_refused(bases, tmp_path, content, options, said):
+def test_bad_files_are_refused(bases, tmp_path, content, options, message):
     path = tmp_path / "own.csv"
     path.write_bytes(content)
-    refused(said, bases["bert"], path, **options)
+    refused(message, bases["bert"], path, **options)
 
 
 def test_numbers_are_no_texts(bases, tmp_path):
@@ -492,7 +494,7 @@ def test_the_base_model_of_a_run_may_move(left, tmp_path):
     assert shown.exit_code == 0, shown.output
 
 
-def test_a_text_that_is_no_unicode_is_refused(left):
+def test_a_text_that_is_not_unicode_is_refused(left):
     with pytest.raises(InputError, match="is not UTF-8"):
         predict(left, "a \udcff film")
 

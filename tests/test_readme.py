@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-import sys
 import tomllib
 from pathlib import Path
 
@@ -14,6 +13,8 @@ import pytest
 import torch
 
 import fadamgc
+import tables
+from fadamgc import methods
 from fadamgc.algorithm import example
 from fadamgc.experiments.report.numbers import read_results
 from fadamgc.experiments.report.tables import results_markdown
@@ -48,8 +49,7 @@ EXAMPLES = re.findall(r"```python\n(.*?)```", (ROOT / "docs/extending.md").read_
 
 @pytest.mark.parametrize("block", EXAMPLES)
 def test_the_docs_examples_run(block, monkeypatch):
-    registry = sys.modules["fadamgc.algorithms"]
-    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))  # what it registers goes again
+    monkeypatch.setattr(methods, "_REGISTRY", dict(methods._REGISTRY))  # the example may register a method
     names: dict[str, object] = {"__name__": "__main__"}
     exec(compile(block, "extending.md", "exec"), names)
     if "HeavyBall" in names:
@@ -60,6 +60,16 @@ def test_the_docs_examples_run(block, monkeypatch):
         assert run.history[-1].train_loss < run.history[0].train_loss
 
 
+def test_the_example_of_an_algorithm_is_there():
+    assert any("HeavyBall" in block for block in EXAMPLES)
+
+
+def test_generated_blocks_are_up_to_date():
+    """README.md and docs/*.md are what ``make docs`` writes."""
+    for page, text in tables.pages():
+        assert page.read_text() == text, f"{page.name} is out of date; run make docs"
+
+
 def test_the_example_of_many_runs_runs():
     (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/speed.md").read_text(), re.DOTALL)
     data = [(torch.randn(8, 2), torch.randn(8, 1)) for _ in range(12)]
@@ -68,6 +78,25 @@ def test_the_example_of_many_runs_runs():
     short = block.replace("rounds=200", "rounds=2").replace("workers=2", "workers=1")
     exec(compile(short, "speed.md", "exec"), names)
     assert [len(run.history) for run in names["runs"]] == [2] * 8
+
+
+def test_the_example_of_a_flower_app_makes_apps():
+    pytest.importorskip("flwr")
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/flower.md").read_text(), re.DOTALL)
+    names: dict[str, object] = {"load": lambda context: None, "load_test": lambda context: None}
+    exec(compile(block, "flower.md", "exec"), names)
+    assert {type(names["client"]).__name__, type(names["server"]).__name__} == {"ClientApp", "ServerApp"}
+
+
+def test_the_example_of_a_text_task_runs(tmp_path, monkeypatch):
+    pytest.importorskip("peft")
+    block, _ = re.findall(r"```python\n(.*?)```", (ROOT / "docs/text.md").read_text(), re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    rows = [f"{('good', 'bad')[i % 2]} film {i},{i % 2}" for i in range(60)]
+    Path("reviews.csv").write_text("\n".join(["review,sentiment", *rows]) + "\n")
+    short = block.replace("rounds=30", "rounds=1").replace("sampled=5", "sampled=1")
+    exec(compile(short, "text.md", "exec"), {})
+    assert Path("adapter", "adapter_config.json").exists()
 
 
 def test_the_table_of_algorithms_is_what_they_send():
@@ -86,10 +115,18 @@ def test_the_table_of_algorithms_is_what_they_send():
     assert rows == expected
 
 
+def anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
 def test_links_and_commands_are_there():
-    for page in (ROOT / "README.md", *ROOT.glob("docs/*.md"), ROOT / "CONTRIBUTING.md"):
-        for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name}: {target}"
+    pages = ("*.md", "docs/*.md", "docs/adr/*.md", "benchmarks/*.md")
+    for page in (page for pattern in pages for page in ROOT.glob(pattern)):
+        for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", page.read_text()):
+            file = page.parent / target if target else page
+            assert file.exists(), f"{page.name}: {target}"
+            assert not anchor or anchor in anchors(file), f"{page.name}: {target}#{anchor}"
     makefile = (ROOT / "Makefile").read_text()
     for command in re.findall(r"\bmake ([a-z]+)", README):
         assert f"\n{command}:" in makefile, command

@@ -17,8 +17,8 @@ from fadamgc.data import synthetic
 from fadamgc.errors import ClientError
 from fadamgc.federation import sampling
 from fadamgc.federation.sampling import batches, draw, generator
-from fadamgc.sim.executors import LoopExecutor, VectorizedExecutor, vectorized
-from fadamgc.sim.executors.vectorized import _cuts
+from fadamgc.sim.executors import LoopExecutor, VectorizedExecutor, block_batches
+from fadamgc.sim.executors.block_batches import _series
 from problems import class_task, linear_task, mlp
 
 OPTIONS = {"rounds": 3, "sampled": 4, "tracked": 2, "local_steps": 4, "batch_size": 5, "seed": 1}
@@ -97,8 +97,8 @@ def test_runs_of_steps_are_cut_where_they_must_be():
         least = min(least, K)
         ends = {k for k in range(1, K) if period > 1 and (k % period == 0 or (k + 1) % period == 0)}
         wanted = sorted({*range(0, K, chunk), K, least, *ends})
-        assert [first for first, _ in _cuts(K, chunk, least, period)] + [K] == wanted
-        assert all(a[1] == b[0] for a, b in pairwise(_cuts(K, chunk, least, period)))
+        assert [first for first, _ in _series(K, chunk, least, period)] + [K] == wanted
+        assert all(a[1] == b[0] for a, b in pairwise(_series(K, chunk, least, period)))
 
 
 @pytest.mark.parametrize("batch_size", [None, 4])
@@ -130,7 +130,7 @@ def test_blocks_gather_batches_in_chunks_to_the_same_bits(work, norm, monkeypatc
         ).x
 
     at_once = run()
-    monkeypatch.setattr(vectorized, "BATCHES", 1)
+    monkeypatch.setattr(block_batches, "GATHERED_BYTES", 1)
     assert torch.equal(run(), at_once)
 
 
@@ -530,7 +530,7 @@ def test_short_names():
 
 
 def test_graphs_of_many_shapes_are_not_all_kept(monkeypatch):
-    monkeypatch.setattr("fadamgc.sim.executors.vectorized.GRAPHS", 3)
+    monkeypatch.setattr("fadamgc.sim.executors.vectorized.CACHED_GRAPHS", 3)
     task = class_task(sizes=range(2, 8), model=mlp(0, nn.BatchNorm1d(8)))
     made = []
 

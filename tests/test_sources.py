@@ -19,7 +19,7 @@ from fadamgc.data import digits, har, images
 from fadamgc.data.check import check
 from fadamgc.data.sources import SOURCES, data_root, files_of, get, source
 from fadamgc.errors import InputError
-from fadamgc.models import PictureInput
+from fadamgc.models import ImageInput
 from fadamgc.tasks.build import build_task, label_counts
 from fadamgc.tasks.sections import task_spec
 
@@ -105,21 +105,21 @@ def test_files_are_found_as_here_and_as_on_the_hub(folders, below):
 
 
 def test_several_files_are_one_part_and_none_may_be_missing(folders):
-    pixels = sets.pictures(6, 32)
+    pixels = sets.images(6, 32)
     for i in range(3):
         rows = slice(2 * i, 2 * i + 2)
         name = f"train-{i:05d}-of-00003.parquet"
-        sets.write_pictures(folders / "cifar10" / name, pixels[rows], [0, 1])
+        sets.write_images(folders / "cifar10" / name, pixels[rows], [0, 1])
     assert np.array_equal(images.load("cifar10", "train").x, pixels.transpose(0, 3, 1, 2))
     (folders / "cifar10" / "train-00001-of-00003.parquet").unlink()
     with pytest.raises(InputError, match="train-00001-of-00003.parquet is missing"):
         files_of(source("cifar10"), "train")
 
 
-# Pictures
+# Images
 
 
-def test_pictures_are_decoded_once_and_read_from_disk_afterwards(folders, monkeypatch):
+def test_images_are_decoded_once_and_read_from_disk_afterwards(folders, monkeypatch):
     sets.cifar10(folders)
     first = images.load("cifar10", "train")
     monkeypatch.setattr(images, "_decode", lambda *_: pytest.fail("decoded again"))
@@ -130,7 +130,7 @@ def test_pictures_are_decoded_once_and_read_from_disk_afterwards(folders, monkey
     monkeypatch.undo()
 
 
-def test_other_files_are_decoded_anew(folders):
+def test_changed_files_are_decoded_again(folders):
     sets.cifar10(folders)
     images.load("cifar10", "train")
     sets.cifar10(folders, train=30)
@@ -142,7 +142,7 @@ def test_a_damaged_cache_is_made_again_and_one_that_cannot_be_written_is_done_wi
 ):
     sets.cifar10(folders)
     whole = np.array(images.load("cifar10", "train").x)
-    for file in (tmp_path / "cache" / "pictures").iterdir():
+    for file in (tmp_path / "cache" / "images").iterdir():
         file.write_bytes(b"nonsense")
     assert np.array_equal(images.load("cifar10", "train").x, whole)
     (tmp_path / "file").touch()
@@ -179,8 +179,8 @@ def test_digits_are_read_from_the_cache(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("kind", "mode"), [("PNG", "L"), ("PNG", "RGB"), ("WEBP", "RGB")])
-def test_all_kinds_of_pictures_become_three_colours(folders, kind, mode):
-    pixels = np.repeat(sets.pictures(2, 64)[..., :1], 3, axis=3)  # grey, so that nothing is lost
+def test_all_kinds_of_images_become_three_colours(folders, kind, mode):
+    pixels = np.repeat(sets.images(2, 64)[..., :1], 3, axis=3)  # grey, so that nothing is lost
     options = {"lossless": True} if kind == "WEBP" else {}
     rows = []
     for p in pixels:
@@ -197,9 +197,9 @@ def test_all_kinds_of_pictures_become_three_colours(folders, kind, mode):
 
 
 def damaged(folders, **changes):
-    pixels = sets.pictures(4, changes.pop("side", 32))
+    pixels = sets.images(4, changes.pop("side", 32))
     labels = changes.pop("labels", [0, 1, 2, 9])
-    rows = [{"bytes": sets.picture(p), "path": None} for p in pixels]
+    rows = [{"bytes": sets.encoded(p), "path": None} for p in pixels]
     rows[2:3] = changes.pop("row", rows[2:3])
     columns = {"img": rows, "label": labels}
     for name in changes.pop("without", ()):
@@ -208,7 +208,7 @@ def damaged(folders, **changes):
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"labels": [0, 1, 10, 2]}, r"row 2 has label=10; there are 10 classes"),
         ({"labels": [0, -1, 1, 2]}, r"row 1 has label=-1"),
@@ -216,15 +216,15 @@ def damaged(folders, **changes):
         ({"labels": ["a", "b", "c", "d"]}, r"row 0 has label='a'"),
         ({"without": ["label"]}, r"there is no column 'label'; it has img"),
         ({"without": ["img"]}, r"there is no column 'img'; it has label"),
-        ({"row": [{"bytes": b"no picture", "path": None}]}, r"picture of row 2 cannot be decoded"),
-        ({"row": [{"bytes": sets.picture(sets.pictures(1, 32)[0])[:80], "path": None}]}, r"row 2 cannot be"),
-        ({"row": [{"bytes": None, "path": "x.png"}]}, r"row 2 has no picture in 'img'"),
+        ({"row": [{"bytes": b"no image", "path": None}]}, r"image of row 2 cannot be decoded"),
+        ({"row": [{"bytes": sets.encoded(sets.images(1, 32)[0])[:80], "path": None}]}, r"row 2 cannot be"),
+        ({"row": [{"bytes": None, "path": "x.png"}]}, r"row 2 has no image in 'img'"),
         ({"side": 16}, r"row 0 is 16x16; those of cifar10 are 32x32"),
     ],
 )
-def test_a_bad_row_is_named_with_its_file(folders, changes, said):
+def test_a_bad_row_is_named_with_its_file(folders, changes, message):
     path = damaged(folders, **changes)
-    with pytest.raises(InputError, match=said) as error:
+    with pytest.raises(InputError, match=message) as error:
         images.load("cifar10", "train")
     assert str(path) in str(error.value)
 
@@ -233,7 +233,7 @@ def test_a_bad_row_is_named_with_its_file(folders, changes, said):
 def test_a_truncated_file_is_named(folders, keep):
     path = damaged(folders)
     path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(InputError, match="damaged or no parquet file") as error:
+    with pytest.raises(InputError, match="damaged or not a parquet file") as error:
         images.load("cifar10", "train")
     assert str(path) in str(error.value)
 
@@ -244,12 +244,12 @@ def test_a_byte_that_changed_does_not_go_unnoticed_or_is_harmless(folders):
     right = np.array(images.load("cifar10", "train").x)
     for at in range(10, len(whole), len(whole) // 20):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :])
-        said = None
+        message = None
         try:
             shape = images.load("cifar10", "train").x.shape
         except InputError as error:
-            said = str(error)
-        assert shape == right.shape if said is None else str(path) in said
+            message = str(error)
+        assert shape == right.shape if message is None else str(path) in message
 
 
 # HAR
@@ -287,7 +287,7 @@ def test_damaged_signals_are_named(folders):
 # Tasks
 
 
-def test_a_task_of_pictures(folders):
+def test_a_task_of_images(folders):
     sets.cifar10(folders)
     spec = task_spec(data="cifar10", clients=5, alpha=1.0, width=4, shrink=2, test_samples=10)
     task = build_task(spec, seed=0)
@@ -301,7 +301,7 @@ def test_a_task_of_pictures(folders):
 
 
 @pytest.mark.parametrize("shrink", [2, 4])
-def test_pictures_are_shrunk_to_the_mean_of_squares(folders, shrink):
+def test_images_are_shrunk_to_the_mean_of_squares(folders, shrink):
     sets.cifar10(folders)
     full, small = (
         build_task(task_spec(data="cifar10", clients=5, alpha=1.0, width=4, shrink=s), seed=0)
@@ -315,7 +315,7 @@ def test_pictures_are_shrunk_to_the_mean_of_squares(folders, shrink):
         assert torch.equal(y, y_small)
 
 
-def test_pictures_are_shrunk_once(folders, monkeypatch):
+def test_images_are_shrunk_once(folders, monkeypatch):
     sets.cifar10(folders)
     spec = task_spec(data="cifar10", clients=5, alpha=1.0, width=4, shrink=2)
     first = build_task(spec, seed=0)
@@ -324,7 +324,7 @@ def test_pictures_are_shrunk_once(folders, monkeypatch):
     assert all(torch.equal(a, b) for (a, _), (b, _) in zip(first.pairs, again.pairs, strict=True))
 
 
-def test_held_out_pictures_are_of_the_train_part_and_of_no_client(folders):
+def test_held_out_images_are_of_the_train_part_and_of_no_client(folders):
     sets.cifar10(folders)
     shutil.rmtree(folders / "cifar10" / "nothing", ignore_errors=True)
     (folders / "cifar10" / "test-00000-of-00001.parquet").unlink()  # it is not even looked for
@@ -346,7 +346,7 @@ def test_a_subset_is_even_over_the_classes_and_the_same_for_every_seed(folders):
 
 @pytest.mark.parametrize("model", ["mlp", "cnn", "resnet8", "resnet18"])
 @pytest.mark.parametrize("augment", ["none", "crop-flip"])
-def test_pictures_are_learned_whatever_the_model(folders, model, augment):
+def test_images_are_learned_whatever_the_model(folders, model, augment):
     import fadamgc
 
     sets.cifar10(folders, train=40)
@@ -363,16 +363,17 @@ def test_pictures_are_learned_whatever_the_model(folders, model, augment):
     assert torch.equal(two.x, again.x)
 
 
-def test_pictures_are_normalised_and_changed_only_while_training():
-    x = torch.from_numpy(sets.pictures(40, 32).transpose(0, 3, 1, 2))
+def test_images_are_normalised_and_changed_only_while_training():
+    x = torch.from_numpy(sets.images(40, 32).transpose(0, 3, 1, 2))
     mean, std = (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)
-    layer = PictureInput(mean, std, augment="crop-flip").eval()
+    layer = ImageInput(mean, std, augment="crop-flip").eval()
     wanted = (x / 255 - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None]
     torch.testing.assert_close(layer(x), wanted, rtol=1e-4, atol=1e-5)
+    assert repr(layer) == "ImageInput()"  # part of the fingerprint in checkpoints of earlier versions
     torch.manual_seed(0)
     changed = layer.train()(x)
     assert changed.shape == wanted.shape
-    flipped = PictureInput(mean, std, augment="flip").train()(x)
+    flipped = ImageInput(mean, std, augment="flip").train()(x)
     for before, after in zip(wanted, flipped, strict=True):
         assert any(torch.allclose(after, b, atol=1e-4) for b in (before, before.flip(-1)))
     for before, after in zip(wanted, changed, strict=True):  # the middle is somewhere in the original
@@ -382,7 +383,7 @@ def test_pictures_are_normalised_and_changed_only_while_training():
 
 
 @pytest.mark.parametrize(
-    ("table", "said"),
+    ("table", "message"),
     [
         ({"model": "vgg"}, "model"),
         ({"shrink": 3}, "shrink=3 is not accepted"),
@@ -393,8 +394,8 @@ def test_pictures_are_normalised_and_changed_only_while_training():
         ({"hidden": (3,)}, "has no key 'hidden'"),
     ],
 )
-def test_a_bad_task_of_pictures_is_refused(table, said):
-    with pytest.raises(InputError, match=said):
+def test_a_bad_task_of_images_is_refused(table, message):
+    with pytest.raises(InputError, match=message):
         task_spec(data="cifar10", **table)
 
 
@@ -491,10 +492,10 @@ def test_a_data_set_is_downloaded_into_the_layout_that_is_read(folders, tmp_path
     here = sets.cifar10(tmp_path / "there")
     known = source("cifar10")
     local = type(known)(**{**vars(known), "hub": str(here / "cifar10")})
-    said = []
-    folder = get(local, said.append)
+    message = []
+    folder = get(local, message.append)
     assert folder == folders / "cifar10"
-    assert len(said) == 2
+    assert len(message) == 2
     ours = images.load("cifar10", "train")
     theirs = images.load("cifar10", "train", root=here)
     assert np.array_equal(ours.x, theirs.x)

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 import fadamgc
-from fadamgc.federation import client_states as states
-from fadamgc.federation.client_states import ClientStates, FileStates, Slots
+from fadamgc.federation.client_states import ClientStates
+from fadamgc.sim import file_states as states
+from fadamgc.sim.file_states import FileStates, Slots
 from problems import class_task, settings_for
 
 SHORT = {"rounds": 6, "local_steps": 3, "batch_size": 8, "seed": 2}
@@ -82,7 +83,7 @@ def test_a_round_that_fails_leaves_the_states_as_they_were():
     kept = FileStates(3, _State(*initial), Slots(_State(*initial)))
     kept.update({1: kept.stage(_State(torch.ones(4), torch.tensor([5.0])))})
     staged = kept.stage(_State(torch.full((4,), 9.0), torch.zeros(1)))
-    kept.drop([staged])
+    kept.discard([staged])
     assert kept[1].a.tolist() == [1, 1, 1, 1]
     assert kept[1].b.tolist() == [5]
     assert kept[0].a.tolist() == [0, 0, 0, 0]

@@ -27,8 +27,9 @@ from fadamgc.tasks.sections import task_spec
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("peft", reason="peft is not installed")
 
-from fadamgc import tasks
 from fadamgc.federation.problem import Problem
+
+from fadamgc import tasks
 from fadamgc.models import text as models
 from fadamgc.models.pretrained import TARGETS, default_adapters, load_base, lora
 from fadamgc.models.text import TextClassifier, encode
@@ -113,9 +114,9 @@ def test_a_head_for_other_classes_is_replaced(bases, tmp_path):
 @pytest.mark.parametrize("pair", [False, True])
 def test_logits_are_those_of_transformers(bases, kind, pair):
     base = load_base(bases[kind], 3, seed=0)
-    first, labels = tiny.sentences(80)
+    first, _ = tiny.sentences(80)
     second = tiny.sentences(80, seed=1)[0] if pair else None
-    tokens = encode(base.tokenizer, texts.Texts(first, second, np.array(labels)), 24)
+    tokens = encode(base.tokenizer, first, second, 24)
     model = TextClassifier(base.net, base.tokenizer.pad_token_id).eval()
     with torch.no_grad():
         got = model(tokens)  # sorted and in pieces
@@ -128,11 +129,10 @@ def test_logits_are_those_of_transformers(bases, kind, pair):
 def test_a_text_that_ends_with_the_padding_token_ends_before_it(bases):
     base = load_base(bases["gpt2"], 2, seed=0)
     end = base.tokenizer.eos_token
-    found = texts.Texts([f"good film{end}", "good film"], None, np.zeros(2, dtype=np.int64))
-    tokens = encode(base.tokenizer, found, 16)
+    tokens = encode(base.tokenizer, [f"good film{end}", "good film"], None, 16)
     assert torch.equal(tokens[0], tokens[1])
     with pytest.raises(InputError, match=r"text 1 .* has no tokens"):
-        encode(base.tokenizer, found._replace(first=["good", end]), 16)
+        encode(base.tokenizer, ["good", end], None, 16)
 
     class WithTypes:
         pad_token_id = 9
@@ -143,7 +143,7 @@ def test_a_text_that_ends_with_the_padding_token_ends_before_it(bases):
         def __call__(self, *_, **__):
             return {"input_ids": [[5, 6, 9, 9], [5, 6]], "token_type_ids": [[0, 1, 1, 1], [0, 1]]}
 
-    both = encode(WithTypes(), found._replace(second=["", ""]), 16)
+    both = encode(WithTypes(), ["good film", "good film"], ["", ""], 16)
     assert both.tolist() == [[[5, 6], [0, 1]]] * 2
 
 
@@ -161,8 +161,8 @@ def test_lower_layers_are_not_those_of_another_config(bases, monkeypatch, tmp_pa
             if isinstance(module, torch.nn.LayerNorm):
                 module.eps = slope
         model = TextClassifier(base.net, base.tokenizer.pad_token_id)
-        found.append(models.kept_lower(model, base, 1, tokens))
-        torch.testing.assert_close(found[-1], models.lower(model, base, 1, tokens))
+        found.append(models.cached_lower_outputs(model, base, 1, tokens))
+        torch.testing.assert_close(found[-1], models.lower_outputs(model, base, 1, tokens))
     assert not torch.allclose(*found)
 
 
@@ -171,18 +171,18 @@ def test_lower_layers_from_a_damaged_cache_are_computed_again(bases, monkeypatch
     tokens = torch.randint(5, 30, (3, 1, 6), dtype=torch.int32)
     base = load_base(bases["bert"], 2, seed=0, upper_layers=1)
     model = TextClassifier(base.net, base.tokenizer.pad_token_id)
-    whole = models.kept_lower(model, base, 1, tokens)
+    whole = models.cached_lower_outputs(model, base, 1, tokens)
     (file,) = (tmp_path / "texts").iterdir()
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
-    assert torch.equal(models.kept_lower(model, base, 1, tokens), whole)
+    assert torch.equal(models.cached_lower_outputs(model, base, 1, tokens), whole)
 
 
 def test_what_is_trained_below_the_upper_layers_is_refused(bases, data):
     adapters = lora(4, ["query"])
     adapters.modules_to_save = ["classifier", "LayerNorm"]
-    with pytest.raises(InputError, match="upper_layers=1 leaves the layers below"):
+    with pytest.raises(InputError, match="upper_layers=1 does not train the layers below"):
         task_of(bases["bert"], data, adapters=adapters, upper_layers=1)
 
 
@@ -237,9 +237,9 @@ def test_layers_computed_beforehand_change_nothing(bases, data, kind, upper):
     base = load_base(bases[kind], 2, seed=0, upper_layers=upper)
     shaken(base.net)
     found = texts.read(data, ("text",), "label")
-    tokens = encode(base.tokenizer, found, 16)
+    tokens = encode(base.tokenizer, found.first, None, 16)
     model = TextClassifier(base.net, base.tokenizer.pad_token_id)
-    hidden = models.lower(model, base, upper, tokens)
+    hidden = models.lower_outputs(model, base, upper, tokens)
     short = models.without_lower_layers(model, base, upper)
     y = torch.from_numpy(found.y)
     for batch in (slice(0, 7), slice(7, 60)):
@@ -393,7 +393,7 @@ def test_own_texts_are_read_from_parquet_as_from_csv(tmp_path, data):
 
 
 @pytest.mark.parametrize(
-    ("content", "options", "said"),
+    ("content", "options", "message"),
     [
         ("text,label\ngood,1\n", {"columns": ("review",)}, "there is no column 'review'; it has text, label"),
         ("text,label\ngood,1\n  ,0\n", {}, "row 1 has an empty text in 'text'"),
@@ -405,16 +405,20 @@ def test_own_texts_are_read_from_parquet_as_from_csv(tmp_path, data):
             {"upper_layers": 9},
             "upper_layers=9 is not accepted; the model has 3",
         ),
-        ("text,label\ngood,0\nbad,1\n", {"base": "nobody/nothing"}, "is no model here and cannot be had"),
+        (
+            "text,label\ngood,0\nbad,1\n",
+            {"base": "nobody/nothing"},
+            "is neither a local model folder nor downloadable",
+        ),
         (None, {}, "does not exist"),
     ],
 )
-def test_bad_texts_are_refused(bases, tmp_path, monkeypatch, content, options, said):
+def test_bad_texts_are_refused(bases, tmp_path, monkeypatch, content, options, message):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # it would try for half a minute
     path = tmp_path / "own.csv"
     if content is not None:
         path.write_text(content)
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=message):
         tasks.text(**({"base": bases["bert"], "data": path, "clients": 1, "alpha": None} | options))
 
 
@@ -423,7 +427,7 @@ def test_targets_that_match_nothing_are_refused(bases, data):
         task_of(bases["bert"], data, adapters=lora(4, ["nothing"]))
 
 
-def test_a_label_of_the_test_data_that_is_no_class_is_refused(bases, tmp_path, data):
+def test_a_label_of_the_test_data_that_is_not_a_class_is_refused(bases, tmp_path, data):
     test = tmp_path / "test.csv"
     test.write_text("text,label\ngood,0\nbad,7\n")
     with pytest.raises(InputError, match=r"row 1 has label=7; there are 2 classes, .* classes="):
@@ -520,9 +524,9 @@ def test_a_run_leaves_an_adapter_that_peft_alone_reads(bases, folders, tmp_path,
     )
     with torch.no_grad():
         alone = torch.softmax(net(**tokenizer("a lovely film", return_tensors="pt")).logits[0], 0)
-    said = predict(folder, "a lovely film")
-    assert list(said) in (["negative", "positive"], ["positive", "negative"])
-    torch.testing.assert_close(torch.tensor([said["negative"], said["positive"]]), alone)
+    shares = predict(folder, "a lovely film")
+    assert list(shares) in (["negative", "positive"], ["positive", "negative"])
+    torch.testing.assert_close(torch.tensor([shares["negative"], shares["positive"]]), alone)
     trained = dict(run.model.named_parameters())
     saved = dict(net.named_parameters())
     for name in Problem(task).flat.names:
@@ -586,14 +590,14 @@ def test_a_federation_sends_adapters_and_nothing_else(bases, data, tmp_path):
     pytest.importorskip("flwr", reason="Flower is not installed")
     from fadamgc.federation.settings import Settings
     from fadamgc.flower import client_app
-    from fadamgc.flower.clientapp import number
+    from fadamgc.flower.clientapp import client_number
     from fadamgc.flower.coordinator import Coordinator
     from fadamgc.flower.strategy import Strategy
     from test_flower import Here, TaskIdentity, held
 
     TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
     task = task_of(bases["bert"], data, clients=2)
-    app = client_app(lambda context: (task.model, task.loss, task.pairs[number(context)]))
+    app = client_app(lambda context: (task.model, task.loss, task.pairs[client_number(context)]))
     settings = Settings(rounds=2, local_epochs=1, batch_size=8)
     coordinator = Coordinator(fadamgc.FAdamGC(), task, 2, settings, "texts", tmp_path / "server")
     grid, down = Here(app, tmp_path, 2), []

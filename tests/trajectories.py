@@ -219,7 +219,8 @@ def main() -> int:
         except Exception as error:
             found[name] = {"error": f"{type(error).__name__}: {error}"}
         if arguments.command == "compare":
-            changes = list(differences(before.get(name, {}), found[name]))
+            changes = [found[name]["error"]] if "error" in found[name] else []
+            changes += differences(before.get(name, {}), found[name])
             different += bool(changes)
             for change in changes[:3]:
                 print(f"DIFFERENT {name}: {change}", flush=True)

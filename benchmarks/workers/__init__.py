@@ -1,1 +1,1 @@
-"""One script for each system; each runs in an environment of its own and speaks ``protocol``."""
+"""One script per system; each runs in its own environment and uses ``protocol``."""

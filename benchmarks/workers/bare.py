@@ -1,4 +1,4 @@
-"""The yardstick: federated averaging as a plain loop over clients, written for speed and nothing else."""
+"""The yardstick: federated averaging as a plain loop over clients, written only for speed."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ THREADS = 2
 
 
 def make_optimizer(name: str, module: nn.Module) -> torch.optim.Optimizer:
-    """The local optimizer, in one fused kernel."""
+    """Make the local optimizer, with a fused kernel."""
     kind = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[name]
     return kind([p for p in module.parameters() if p.requires_grad], lr=ETA_L[name], fused=True)
 
 
 class Bare:
-    """One module that every client trains in turn, and the running mean of what came of it.
+    """One module that all clients train, one after the other, and the running mean of the results.
 
     Args:
         workload: what to train.
         optimizer: "sgd" or "adam".
-        channels_last: keep pictures and filters in that memory format.
+        channels_last: keep images and filters in that memory format.
     """
 
     def __init__(self, workload: Workload, optimizer: str, channels_last: bool = False) -> None:
@@ -36,7 +36,7 @@ class Bare:
             flat = self.inputs.flatten(0, 1).contiguous(memory_format=torch.channels_last)
             self.inputs = flat.unflatten(0, self.targets.shape)
         self.optimizer = make_optimizer(optimizer, self.module)
-        # What clients start from and what is averaged: parameters, and BatchNorm's statistics.
+        # Clients start from these tensors, and they are averaged: parameters, and BatchNorm's statistics.
         buffers = [b for b in self.module.buffers() if b.is_floating_point()]
         trained = [p.data for p in self.module.parameters() if p.requires_grad]
         self.local: list[Tensor] = [*trained, *buffers]
@@ -44,7 +44,7 @@ class Bare:
         self.mean = [t.clone() for t in self.local]
 
     def round(self) -> None:
-        """One round: S clients, K steps each, their mean."""
+        """Run one round: S clients with K steps each, and their mean."""
         sampled = torch.randperm(self.workload.clients)[: self.workload.sampled].tolist()
         torch._foreach_zero_(self.mean)
         for client in sampled:
@@ -63,7 +63,7 @@ class Bare:
 
 
 def main() -> None:
-    """Run rounds as told."""
+    """Run rounds when the orchestrator asks for them."""
     arguments = parser(__doc__)
     arguments.add_argument("--channels-last", action="store_true")
     options = arguments.parse_args()

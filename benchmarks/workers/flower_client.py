@@ -1,4 +1,4 @@
-"""The client's half for Flower, in a module of its own: Ray's actors import it instead of unpickling it."""
+"""The client's part for Flower, in a separate module: Ray's actors import it instead of unpickling it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from workloads import WORKLOADS, Workload
 app = ClientApp()
 
 
-class Kept(NamedTuple):
+class ActorState(NamedTuple):
     """What an actor keeps between messages."""
 
     workload: Workload
@@ -28,19 +28,20 @@ class Kept(NamedTuple):
 
 
 @cache
-def kept(name: str, optimizer: str) -> Kept:
-    """Model and data, made once in each actor."""
+def actor_state(name: str, optimizer: str) -> ActorState:
+    """Make model and data, once per actor."""
     torch.set_num_threads(1)
     workload = WORKLOADS[name]
     module = workload.make_model(0).train()
-    return Kept(workload, module, make_optimizer(optimizer, module), *workload.data())
+    return ActorState(workload, module, make_optimizer(optimizer, module), *workload.data())
 
 
 @app.train()
 def train(message: Message, context: Context) -> Message:
-    """K local steps from the arrays received."""
+    """Take K local steps from the arrays received."""
     config = message.content["config"]
-    workload, module, optimizer, inputs, targets = kept(str(config["workload"]), str(config["optimizer"]))
+    names = str(config["workload"]), str(config["optimizer"])
+    workload, module, optimizer, inputs, targets = actor_state(*names)
     client = int(context.node_config["partition-id"])
     module.load_state_dict(message.content["arrays"].to_torch_state_dict())
     optimizer.state.clear()

@@ -1,6 +1,6 @@
 """Flower's simulation engine on Ray: two actors of one CPU and one thread each, FedAvg at the server.
 
-To be run inside a network namespace with nothing but loopback: Ray listens on the machine's own address.
+Run it in a network namespace with loopback only, because Ray listens on the machine's own address.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ACTORS = 2
 
 
 def main() -> None:
-    """Run rounds as told."""
+    """Run rounds when the orchestrator asks for them."""
     options = parser(__doc__).parse_args()
     workload = WORKLOADS[options.workload]
     logging.getLogger("flwr").setLevel(logging.WARNING)

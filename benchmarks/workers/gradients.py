@@ -1,7 +1,7 @@
-"""What bounds large models: the gradients of a round and nothing else, one client a thread.
+"""The upper bound for large models: only the gradients of a round, one thread per client.
 
-No optimizer, no federated algorithm, no server. A simulator with these convolutions can come close to this
-speed, and not beyond it.
+There is no optimizer, no federated algorithm and no server. A simulator with these convolutions cannot be
+faster than this.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ THREADS = 2
 
 
 def train(workload: Workload, number: int) -> None:
-    """This thread's share of a round's gradients, by the module with that number."""
+    """Compute this thread's share of a round's gradients, with the module of that number."""
     torch.set_num_threads(1)
     module, inputs, targets = PLACES[number]
     for _ in range(workload.sampled * workload.steps // THREADS):
@@ -26,7 +26,7 @@ def train(workload: Workload, number: int) -> None:
 
 
 def main() -> None:
-    """Run rounds as told."""
+    """Run rounds when the orchestrator asks for them."""
     options = parser(__doc__).parse_args()
     workload = WORKLOADS[options.workload]
     inputs, targets = (t[0, : workload.batch] for t in workload.data())

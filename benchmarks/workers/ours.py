@@ -1,4 +1,4 @@
-"""This package's simulator, as a user calls it; the callback after each round is where it waits."""
+"""This package's simulator, as a user calls it; it waits in the callback after each round."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ALGORITHMS = ("fedavg", "local_adam", "fadamgc")
 
 
 def make_algorithm(name: str, optimizer: str) -> AnyAlgorithm:
-    """The algorithm whose local work is that of the bare loop with the same optimizer."""
+    """Make the algorithm whose local work is that of the bare loop with the same optimizer."""
     eta_l = ETA_L[optimizer]
     if name == "fedavg":
         return fadamgc.FedAvg(eta_l=eta_l)
@@ -25,14 +25,14 @@ def make_algorithm(name: str, optimizer: str) -> AnyAlgorithm:
 
 
 def make_task(workload: Workload) -> fadamgc.Task:
-    """The workload as a task without test data."""
+    """Make a task from the workload, without test data."""
     clients = list(zip(*workload.data(), strict=True))
     model = (workload.make_own or workload.make_model)(0)
     return fadamgc.Task(model, cross_entropy, clients, name=workload.name)
 
 
 def main() -> None:
-    """Run rounds as told."""
+    """Run rounds when the orchestrator asks for them."""
     arguments = parser(__doc__)
     arguments.add_argument("--algorithm", choices=ALGORITHMS, required=True)
     arguments.add_argument("--executor", default="auto")

@@ -1,7 +1,7 @@
 """pfl-research: SimulatedBackend and FederatedAveraging on preloaded tensors, evaluation off.
 
-Under torchrun pfl divides the clients of a round between the processes; there, the first process is the one
-that talks to the orchestrator, and the others do as it does.
+Under torchrun, pfl divides the clients of a round between the processes. Only the first process communicates
+with the orchestrator, and the others follow it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ THREADS = 2
 
 
 class Wait(TrainingProcessCallback):
-    """Waits at the gate after every central iteration; without a gate, for the process that has one."""
+    """Waits at the gate after each central iteration; without a gate, for the process that has one."""
 
     def __init__(self, gate: Gate | None, processes: int) -> None:
         self.gate, self.processes = gate, processes
@@ -43,7 +43,7 @@ class Wait(TrainingProcessCallback):
     def after_central_iteration(
         self, aggregate_metrics: Metrics, model: Any, *, central_iteration: int
     ) -> tuple[bool, Metrics]:
-        """Stop when there is no leave to go on."""
+        """Stop when no more rounds are requested."""
         del aggregate_metrics, model, central_iteration
         more = torch.tensor([self.gate is not None and self.gate.round_done()])
         if self.processes > 1:
@@ -57,12 +57,12 @@ def _loss(self: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _metrics(self: nn.Module, inputs: Tensor, targets: Tensor) -> dict[str, Weighted]:
-    """Only called in iteration 0, which pfl always evaluates: in the warm-up."""
+    """Return the metrics; only called in iteration 0, which pfl always evaluates, so in the warm-up."""
     return {"loss": Weighted(float(_loss(self, inputs, targets)) * len(inputs), len(inputs))}
 
 
 def make_model(workload: Workload, optimizer: str, fused: bool) -> PyTorchModel:
-    """The workload's module with what pfl wants of it."""
+    """Make the workload's module with the methods that pfl needs."""
     module = workload.make_model(0).train()
     module.loss = types.MethodType(_loss, module)
     module.metrics = types.MethodType(_metrics, module)
@@ -75,13 +75,13 @@ def make_model(workload: Workload, optimizer: str, fused: bool) -> PyTorchModel:
 
 
 def make_data(workload: Workload) -> FederatedDataset:
-    """One Dataset a client, made once: it keeps its batches, so that no round slices them again."""
+    """Make one Dataset per client; it keeps its batches, so that no round slices them again."""
     users = [Dataset((x, y), user_id=str(i)) for i, (x, y) in enumerate(zip(*workload.data(), strict=True))]
     return FederatedDataset(users.__getitem__, get_user_sampler("minimize_reuse", list(range(len(users)))))
 
 
 def main() -> None:
-    """Run rounds as told."""
+    """Run rounds when the orchestrator asks for them."""
     arguments = parser(__doc__)
     arguments.add_argument("--fused", action="store_true", help="a fused local optimizer")
     options = arguments.parse_args()

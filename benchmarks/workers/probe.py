@@ -1,4 +1,4 @@
-"""Measurements that want a fresh process of their own; each prints one line of JSON."""
+"""Measurements that need a new process; each prints one line of JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 
 def imports() -> dict[str, float]:
-    """Seconds until torch, and then this package, are imported."""
+    """Measure the seconds to import torch, and then this package."""
     began = time.perf_counter()
     import torch  # noqa: F401
 
@@ -25,7 +25,7 @@ def imports() -> dict[str, float]:
 
 
 def sgemm(side: int = 2048, repeats: int = 15) -> dict[str, float]:
-    """Billions of operations a second that torch.mm reaches in float32, by threads."""
+    """Measure the billions of operations per second of torch.mm in float32, for 1 and 2 threads."""
     import torch
 
     a, b = torch.randn(side, side), torch.randn(side, side)
@@ -42,7 +42,7 @@ def sgemm(side: int = 2048, repeats: int = 15) -> dict[str, float]:
 
 
 def flops() -> dict[str, int]:
-    """Operations of one training step, forward and backward, of each workload."""
+    """Count the operations of one training step, forward and backward, of each workload."""
     import torch
     from torch.nn.functional import cross_entropy
     from torch.utils.flop_counter import FlopCounterMode
@@ -63,7 +63,7 @@ def flops() -> dict[str, int]:
 def scale(
     clients: int, rounds: int = 6, sampled: int = 1000, steps: int = 5, batch: int = 16
 ) -> dict[str, Any]:
-    """FAdamGC on a model of the digits' size with very many clients: time and memory, round by round."""
+    """Measure time and memory per round of FAdamGC with very many clients, on a model of the digits' size."""
     import torch
     from torch.nn.functional import cross_entropy
 
@@ -101,9 +101,10 @@ def scale(
 def texts(
     clients: int, sampled: int, states: str, rounds: int = 20, texts: int = 1600, steps: int = 10
 ) -> dict[str, Any]:
-    """FAdamGC on MiniLM with LoRA: what memory it takes to have the same texts at one client or at many.
+    """Measure the memory of FAdamGC on MiniLM with LoRA, for the same texts at one client or at many.
 
-    Clients take turns, so that all have taken part; a round has at least so many steps.
+    Clients take turns, so that all of them take part. The clients of a round share ``steps`` local steps, at
+    least one each.
     """
     import dataclasses
 
@@ -136,7 +137,7 @@ def texts(
 
 
 def memory(states: str, clients: int = 100, again: int = 2) -> dict[str, Any]:
-    """FAdamGC on ResNet-18 until every client has taken part, and some rounds more."""
+    """Measure FAdamGC on ResNet-18 until every client has taken part, and for ``again`` more rounds."""
     import dataclasses
 
     from torch.nn.functional import cross_entropy
@@ -181,7 +182,7 @@ def memory(states: str, clients: int = 100, again: int = 2) -> dict[str, Any]:
 
 
 def steps(rounds: int = 500) -> dict[str, float]:
-    """Milliseconds of a round of FAdamGC on digits, and of the compiled steps in it."""
+    """Measure the milliseconds of a round of FAdamGC on digits, and of the compiled steps in it."""
     import fadamgc
     from fadamgc.sim.executors.machine_code import NativeCode
     from workers.ours import FOREVER, make_task
@@ -213,7 +214,7 @@ def steps(rounds: int = 500) -> dict[str, float]:
 
 
 def rules(repeats: int = 30) -> dict[str, Any]:
-    """Milliseconds of an algorithm's rules in one step, compiled, on two threads at once."""
+    """Measure the milliseconds of an algorithm's rules in one step, compiled, on two threads at once."""
     import torch
 
     import fadamgc
@@ -249,7 +250,7 @@ def rules(repeats: int = 30) -> dict[str, Any]:
 
 
 def sweep(rounds: int, seeds: int = 4, workers: int = 2) -> dict[str, Any]:
-    """Runs of FAdamGC on digits, seeds times step sizes, in one call; twice, as the first one compiles."""
+    """Measure runs of FAdamGC on digits, seeds times step sizes, in one call; the first of two compiles."""
     import fadamgc
     from workers.ours import FOREVER, make_task
     from workloads import WORKLOADS
@@ -282,7 +283,7 @@ def sweep(rounds: int, seeds: int = 4, workers: int = 2) -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    """What this was measured on."""
+    """Describe the machine."""
     import os
     import platform
 
@@ -307,7 +308,7 @@ PROBES: dict[str, Callable[..., Any]] = {
 }
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[1]))  # also when it is run by its path
+    sys.path.insert(0, str(Path(__file__).parents[1]))  # also if the file is run by its path
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("probe", choices=list(PROBES))
     arguments.add_argument("keywords", nargs="?", default="{}", help="arguments of the probe, as JSON")

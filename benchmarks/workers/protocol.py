@@ -1,7 +1,7 @@
-"""How a worker talks to the orchestrator: one JSON line out for every line in.
+"""How a worker communicates with the orchestrator: one line of JSON out for each line in.
 
-The worker builds everything, runs its warm-up rounds and says ``{"ready": true, ...}``. For each ``go N``
-it runs N rounds and answers ``{"seconds": [...]}``. On ``quit`` or the end of its input it stops. Between
+The worker builds everything, runs its warm-up rounds and prints ``{"ready": true, ...}``. For each ``go N``
+it runs N rounds and prints ``{"seconds": [...]}``. On ``quit`` or at the end of its input it stops. Between
 two answers it waits in a blocking read.
 """
 
@@ -21,34 +21,34 @@ from workloads import OPTIMIZERS, WORKLOADS, Workload
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """The arguments that all workers have."""
+    """Make the parser with the arguments of all workers."""
     arguments = argparse.ArgumentParser(description=description)
     arguments.add_argument("--workload", choices=list(WORKLOADS), required=True)
     arguments.add_argument("--optimizer", choices=OPTIMIZERS, required=True)
-    arguments.add_argument("--warmup", type=int, help="rounds before it says that it is ready")
+    arguments.add_argument("--warmup", type=int, help="rounds before the worker is ready")
     return arguments
 
 
 def age() -> float:
-    """Seconds since this process was started."""
+    """Return the seconds since this process was started."""
     started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
 
 
 def private_stdout() -> IO[str]:
-    """The real standard output for our answers; what libraries print goes to standard error from now on."""
+    """Return the real standard output, for answers; output of libraries then goes to standard error."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     return answers
 
 
 class Gate:
-    """Stands between two rounds: reports how long they took, and waits for leave to run more.
+    """Called between two rounds: reports their times, and waits for the next request.
 
     Args:
-        workload: what is being run.
-        warmup: rounds before the first that counts; None is the workload's own number.
-        packages: names of the packages whose versions are to be reported.
+        workload: the workload that runs.
+        warmup: rounds before the worker is ready; None is the workload's number.
+        packages: packages whose versions are reported.
     """
 
     def __init__(self, workload: Workload, warmup: int | None, *packages: str) -> None:
@@ -56,20 +56,20 @@ class Gate:
         self.left = workload.warmup if warmup is None else warmup
         self.packages = packages
         self.ready = False
-        self.first = 0.0  # age of the process when its first round was done
+        self.first = 0.0  # age of the process at the end of its first round
         self.seconds: list[float] = []
         self.info: dict[str, Any] = {}
         self.released = time.perf_counter()
 
     def round_done(self) -> bool:
-        """To be called after every round; tells whether to run another."""
+        """Call this after every round; it returns whether to run another."""
         now = time.perf_counter()
         self.seconds.append(now - self.released)
         self.first = self.first or age()
         self.left -= 1
         if self.left <= 0:
             self._answer()
-            self.left = _leave()
+            self.left = _next_request()
             self.seconds.clear()
         self.released = time.perf_counter()
         return self.left > 0
@@ -90,8 +90,8 @@ class Gate:
         print(json.dumps(answer), file=self.answers, flush=True)
 
 
-def _leave() -> int:
-    """How many rounds to run next; 0 is the end."""
+def _next_request() -> int:
+    """Wait for a request and return its number of rounds; 0 is the end."""
     for line in iter(sys.stdin.readline, ""):
         word, _, number = line.strip().partition(" ")
         if word == "go":

@@ -1,4 +1,4 @@
-"""A model and data of one's own in a federation: put yours in the place of `model` and `measurements`."""
+"""Your own model and data in a federation: replace `model` and `measurements` by yours."""
 
 import torch
 from flwr.app import Context
@@ -9,13 +9,13 @@ from fadamgc.flower import client_app, server_app
 
 
 def model() -> nn.Module:
-    """The same at the server and at every client; the server's weights are those that count."""
+    """Return the model, the same at server and clients; training starts from the server's weights."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(2, 16), nn.ReLU(), nn.Linear(16, 3))
 
 
 def measurements(place: int, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and labels: three clouds of points, of which each place sees mostly one."""
+    """Return inputs and labels: three clouds of points, of which each place sees mostly one."""
     random = torch.Generator().manual_seed(place)
     centres = torch.tensor([[2.0, 0.0], [-1.0, 2.0], [-1.0, -2.0]])
     share = torch.full((3,), 0.1)
@@ -25,12 +25,12 @@ def measurements(place: int, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def load(context: Context) -> tuple[nn.Module, object, tuple[torch.Tensor, torch.Tensor]]:
-    """What a client has. A node knows which it is by its --node-config."""
+    """Return a client's model, loss and data. The node's --node-config has the number of the client."""
     return model(), cross_entropy, measurements(int(context.node_config["partition-id"]), 60)
 
 
 def load_server(_: Context) -> tuple[nn.Module, object, tuple[torch.Tensor, torch.Tensor]]:
-    """What the server has: data to test on, of all places."""
+    """Return the server's model, loss and test data, from all places."""
     parts = [measurements(100 + place, 100) for place in range(3)]
     return model(), cross_entropy, (torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts]))
 

@@ -6,12 +6,13 @@ run = fadamgc.simulate(fadamgc.FAdamGC(eta_l=1e-3), task, rounds=100, sampled=10
 
 import os
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-# Vectors of millions of numbers come and go in every step: in huge pages that costs less. torch
-# looks at this when it first needs memory; THP_MEM_ALLOC_ENABLE=0 in the environment turns it off.
+# Every step allocates and frees vectors of millions of numbers, which is faster in huge pages. torch reads
+# this variable when it first allocates memory; THP_MEM_ALLOC_ENABLE=0 in the environment turns it off.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
+from fadamgc import methods
 from fadamgc.algorithm import Algorithm, Cohort, add
 from fadamgc.errors import (
     CheckpointError,
@@ -23,65 +24,63 @@ from fadamgc.errors import (
 )
 from fadamgc.federation.cost import CostModel
 from fadamgc.federation.run import Record, Run
-from fadamgc.methods import (
-    FANT,
-    FAdamGC,
-    FANTLocal,
-    FedAdam,
-    FedAMS,
-    FedAvg,
-    FedAvgM,
-    LocalAdam,
-    Scaffold,
-    ScaffoldM,
-    algorithms,
-    make_algorithm,
-    register,
-)
+from fadamgc.federation.settings import Settings
+from fadamgc.methods import *  # noqa: F403  # all algorithms; algorithms(), make_algorithm, register
 from fadamgc.optim import ClientOptimizer
-from fadamgc.sim.checkpoint import load_run
-from fadamgc.sim.engine import RoundEnd, simulate
-from fadamgc.sim.many import simulate_many
 from fadamgc.task import Task
+
+if TYPE_CHECKING:
+    from fadamgc.sim.checkpoint import load_run
+    from fadamgc.sim.engine import RoundEnd
+    from fadamgc.sim.many import simulate_many
+    from fadamgc.sim.simulate import simulate
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "FANT",
     "Algorithm",
     "CheckpointError",
     "CheckpointInUseError",
     "ClientOptimizer",
     "Cohort",
     "CostModel",
-    "FANTLocal",
-    "FAdamGC",
     "FadamgcError",
-    "FedAMS",
-    "FedAdam",
-    "FedAvg",
-    "FedAvgM",
     "InputError",
-    "LocalAdam",
     "NonFiniteError",
     "OtherRunError",
     "Record",
     "RoundEnd",
     "Run",
-    "Scaffold",
-    "ScaffoldM",
+    "Settings",
     "Task",
     "add",
-    "algorithms",
     "load_run",
-    "make_algorithm",
-    "register",
     "simulate",
     "simulate_many",
 ]
+if not TYPE_CHECKING:
+    __all__ += methods.__all__
+
+# Imported when they are first used: a Flower server or a report needs neither the simulator nor data sets.
+_LAZY = {
+    "RoundEnd": "fadamgc.sim.engine",
+    "load_run": "fadamgc.sim.checkpoint",
+    "simulate": "fadamgc.sim.simulate",
+    "simulate_many": "fadamgc.sim.many",
+}
+_LAZY_MODULES = ("data", "models", "tasks", "trackers")
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("data", "models", "tasks", "trackers"):  # what they need takes time to import
-        return import_module(f"fadamgc.{name}")
-    raise AttributeError(f"module 'fadamgc' has no attribute {name!r}")
+    if name in _LAZY:
+        value = getattr(import_module(_LAZY[name]), name)
+    elif name in _LAZY_MODULES:
+        value = import_module(f"fadamgc.{name}")
+    else:
+        raise AttributeError(f"module 'fadamgc' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY, *_LAZY_MODULES})

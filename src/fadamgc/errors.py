@@ -1,22 +1,24 @@
-"""Everything that can go wrong by a user's hand, as exceptions that say what to do.
+"""Exceptions for mistakes that a user can correct, and checks of values that raise them.
 
-A message names the field, the value received and what is accepted. The command line prints the
-message alone; a traceback there is a defect of this package.
+A message names the field, the value received and what is accepted. The command line prints only the
+message; a traceback there is a defect of this package.
 """
 
 from __future__ import annotations
 
 import difflib
+import math
 import reprlib
 from collections.abc import Iterable
 from numbers import Integral, Real
 from typing import Any
 
 LONGEST_NAME = 100  # characters that are compared with known names
+INT64_MAX = 2**63 - 1
 
 
 class FadamgcError(Exception):
-    """Base of all errors that this package raises on purpose."""
+    """Base class of all errors that this package raises on purpose."""
 
 
 class InputError(FadamgcError, ValueError):
@@ -36,7 +38,7 @@ class CheckpointInUseError(CheckpointError):
 
 
 class UnwritableError(CheckpointError):
-    """A folder or a file that cannot be written, for want of room or of permission."""
+    """A folder or a file that cannot be written, because of a full disk or missing permission."""
 
 
 class ClientError(FadamgcError):
@@ -44,14 +46,14 @@ class ClientError(FadamgcError):
 
 
 class NonFiniteError(FadamgcError):
-    """A client's update was not finite, or the server's state after a round.
+    """A client's update, or the server's state after a round, was not finite.
 
     Attributes:
-        client: number of the client; None where all updates were finite and the server's state was not, or
-            where no client was left.
-        round: round in which it happened, counted from 1.
-        step: local step in which it happened, counted from 1; None where a replay did not show it.
-        what: what was not finite, or the whole message if ``client`` is None.
+        client: number of the client; None if all updates were finite and the server's state was not, or
+            if no client was left.
+        round: number of the round, from 1.
+        step: number of the local step, from 1; None if a replay did not reproduce it.
+        what: the name of the value that was not finite, or the whole message if ``client`` is None.
     """
 
     def __init__(self, client: int | None, round: int, step: int | None, what: str) -> None:
@@ -61,7 +63,7 @@ class NonFiniteError(FadamgcError):
             what
             if client is None
             else f"client {client} produced a non-finite {what} in round {round}, {where}; "
-            'lower eta_l, look at that client\'s data, or pass on_nonfinite="drop" to go on without it'
+            'lower eta_l, look at that client\'s data, or pass on_nonfinite="drop" to continue without it'
         )
 
     def __reduce__(self) -> tuple[type[NonFiniteError], tuple[int | None, int, int | None, str]]:
@@ -69,7 +71,7 @@ class NonFiniteError(FadamgcError):
 
 
 def whole(name: str, value: object, least: int, most: int | None = None) -> int:
-    """A whole number that is neither too small nor too large, or an error that says so.
+    """Return a whole number from ``least`` to ``most``; raise InputError for anything else.
 
     >>> whole("rounds", 3, 1)
     3
@@ -81,8 +83,27 @@ def whole(name: str, value: object, least: int, most: int | None = None) -> int:
     return int(value)
 
 
+def counts(**values: object) -> None:
+    """Check that every value is a whole number >= 1 that fits into 64 bits."""
+    for name, value in values.items():
+        whole(name, value, 1, INT64_MAX)
+
+
+def finite(name: str, value: object, least: float, *, exclusive: bool = False) -> float:
+    """Return a finite number >= ``least`` (> ``least`` if exclusive); raise InputError for anything else.
+
+    >>> finite("noise", 0, 0)
+    0.0
+    """
+    number = real(value)
+    if number is None or not math.isfinite(number) or number < least or (exclusive and number == least):
+        accepted = f"a finite number {'>' if exclusive else '>='} {least:g}"
+        raise InputError(f"{name}={shown(value)} is not accepted; it must be {accepted}")
+    return number
+
+
 def real(value: object) -> float | None:
-    """A number as a float; None if the value is not a number, or too large for a float.
+    """Return a number as a float; None if the value is not a number, or too large for a float.
 
     >>> real(3), real("3"), real(10**400)
     (3.0, None, None)
@@ -96,7 +117,7 @@ def real(value: object) -> float | None:
 
 
 def listed(values: Any) -> list[Any] | None:
-    """Values as a list; None if they cannot be listed."""
+    """Return values as a list; None if they are not iterable."""
     try:
         return list(values)
     except TypeError:
@@ -109,14 +130,14 @@ class _Shown(reprlib.Repr):
         self.maxstring, self.maxlong, self.maxother = 120, 60, 200
 
     def repr_int(self, x: int, level: int) -> str:
-        """An integer; Python refuses to write out those of more than some thousand digits."""
+        """Show an integer; Python refuses to print those of more than some thousand digits."""
         if x.bit_length() > 10_000:
             return f"<an integer of {x.bit_length()} bits>"
         return super().repr_int(x, level)
 
 
 def shown(value: object) -> str:
-    """A value as messages show it: its repr, cut where it is long.
+    """Return a value as messages show it: its repr, shortened if it is long.
 
     >>> len(shown("x" * 10**6))
     120
@@ -125,7 +146,7 @@ def shown(value: object) -> str:
 
 
 def cut(text: str, most: int = 300) -> str:
-    """A text with its middle removed if it is longer than ``most`` characters.
+    """Return a text, without its middle if it is longer than ``most`` characters.
 
     >>> cut("0123456789", most=7)
     '01...89'
@@ -137,7 +158,7 @@ def cut(text: str, most: int = 300) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A hint such as ``; did you mean 'eta_l'?`` for an unknown name, empty if nothing is near.
+    """Return a hint such as ``; did you mean 'eta_l'?`` for an unknown name; "" if no known name is similar.
 
     >>> nearest("eta_1", ["eta_l", "beta1"])
     "; did you mean 'eta_l'?"
@@ -147,7 +168,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def reason(error: Exception) -> str:
-    """What an error of a model, a loss or torch says, cut where it is long, and what to do about some."""
+    """Return the message of a model's, a loss's or torch's error, shortened, with a remedy for some."""
     message = cut(str(error), 600)
     if "Expected more than 1 value per channel" in message:
         message += (
@@ -156,3 +177,8 @@ def reason(error: Exception) -> str:
             "or use GroupNorm or LayerNorm"
         )
     return message
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message, or the error's type if it has no message."""
+    return next((line for line in str(error).strip().splitlines() if line.strip()), type(error).__name__)

@@ -1,4 +1,4 @@
-"""Text from elsewhere (labels, titles, a client's reasons), made safe for the place that shows it."""
+"""Make text from outside (labels, titles, a client's messages) safe for the place that shows it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import pandas as pd
 
-# Control characters (ESC, line breaks), marks that reverse the direction of text, lone surrogates.
+# Control characters (ESC, line breaks), marks that change the direction of text, lone surrogates.
 UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-FORMULA = tuple("=+-@\t\r\n")  # a spreadsheet takes a text that starts so for a formula
+FORMULA = tuple("=+-@\t\r\n")  # a spreadsheet reads a text that starts with one of these as a formula
 
 _LATEX = str.maketrans(
     {
@@ -27,21 +27,21 @@ _MARKDOWN = str.maketrans({**{sign: f"\\{sign}" for sign in "\\|`*[]"}, "<": "&l
 
 
 def printable(text: object, limit: int | None = None) -> str:
-    """One line of text that changes nothing in a terminal or a log: control characters as escapes.
+    """Return text as one line that is harmless in a terminal or a log: control characters as escapes.
 
     >>> printable("FedAvg\\x1b[2J\\n")
     'FedAvg\\\\x1b[2J\\\\n'
     >>> printable("no data" + 1000 * "!", limit=10)
     'no data!!!...'
     """
-    whole = str(text)
-    start = whole[:limit]
-    clean = UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), start)
-    return clean if len(start) == len(whole) else f"{clean}..."
+    full = str(text)
+    start = full[:limit]
+    clean = UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode(), start)
+    return clean if len(start) == len(full) else f"{clean}..."
 
 
 def latex(text: str) -> str:
-    """Text as LaTeX shows it.
+    """Escape text for LaTeX.
 
     >>> latex("50 % of a_1")
     '50 \\\\% of a\\\\_1'
@@ -50,7 +50,7 @@ def latex(text: str) -> str:
 
 
 def markdown(text: str) -> str:
-    """Text as Markdown shows it, also in a cell of a table; raw HTML stays text.
+    """Escape text for Markdown, also in a cell of a table; raw HTML stays text.
 
     >>> markdown("a|b <i>")
     'a\\\\|b &lt;i>'
@@ -59,7 +59,7 @@ def markdown(text: str) -> str:
 
 
 def csv_cell(text: str) -> str:
-    """Text that a spreadsheet does not take for a formula: such a text gets a single quote before it.
+    """Escape text for CSV: a single quote precedes text that a spreadsheet would read as a formula.
 
     >>> csv_cell("=1+1"), csv_cell("FedAvg")
     ("'=1+1", 'FedAvg')
@@ -68,13 +68,9 @@ def csv_cell(text: str) -> str:
 
 
 def csv_bytes(table: pd.DataFrame) -> bytes:
-    """A table as the bytes of a CSV file; numbers as they are, texts by ``csv_cell``."""
-    texts = {
-        name: [csv_cell(value) if isinstance(value, str) else value for value in column]
-        for name, column in table.items()
-        if any(isinstance(value, str) for value in column)
-    }
+    """Return the bytes of a CSV file of a table: numbers unchanged, text escaped by ``csv_cell``."""
     safe = table.copy()
-    for name, column in texts.items():
-        safe[name] = column
+    for name, column in table.items():
+        if any(isinstance(value, str) for value in column):
+            safe[name] = [csv_cell(value) if isinstance(value, str) else value for value in column]
     return safe.to_csv(index=False).encode()

@@ -1,8 +1,8 @@
-"""A module as one flat vector, with everything that is not optimised kept apart.
+"""The trainable parameters of a module as one flat vector, separate from everything else.
 
 x         the trainable parameters, in the order of ``module.parameters()``
-buffers   what training changes beside them (BatchNorm statistics): averaged, never corrected
-fixed     frozen parameters and buffers that training leaves alone: neither trained nor sent
+buffers   buffers that training changes (BatchNorm statistics): averaged, never corrected
+fixed     frozen parameters, and buffers that training does not change: neither trained nor sent
 """
 
 from __future__ import annotations
@@ -20,62 +20,59 @@ from fadamgc.errors import InputError
 
 @dataclass(frozen=True)
 class Flat:
-    """Where each trainable parameter of a module lies in its flat vector."""
+    """The layout of a module's trainable parameters in its flat vector."""
 
     names: tuple[str, ...]
     shapes: tuple[torch.Size, ...]
 
     @classmethod
     def of(cls, module: nn.Module) -> Flat:
-        """The layout of a module's trainable parameters."""
-        if any(nn.parameter.is_lazy(p) for p in module.parameters()):
+        """Return the layout of a module's trainable parameters."""
+        parameters = list(module.parameters())
+        name = f"model={type(module).__name__}"
+        if any(nn.parameter.is_lazy(p) for p in parameters):
+            raise InputError(f"{name} has lazy parameters without a shape; run it once on a batch")
+        trainable = [(key, p) for key, p in module.named_parameters() if p.requires_grad]
+        if not trainable:
+            total = sum(p.numel() for p in parameters)
             raise InputError(
-                f"model={type(module).__name__} has lazy parameters without a shape; run it once on a batch"
+                f"{name} has no trainable parameters ({total} frozen ones); set requires_grad=True on "
+                "those to be trained"
             )
-        named = [(name, p.shape) for name, p in module.named_parameters() if p.requires_grad]
-        if not named:
-            total = sum(p.numel() for p in module.parameters())
+        dtypes = {p.dtype for _, p in trainable}
+        if len(dtypes) > 1:
             raise InputError(
-                f"model={type(module).__name__} has no trainable parameters ({total} frozen ones); "
-                "set requires_grad=True on what is to be trained"
+                f"{name} has trainable parameters of types {sorted(map(str, dtypes))}; all must be the same"
             )
-        kinds = {p.dtype for p in module.parameters() if p.requires_grad}
-        if len(kinds) > 1:
+        if any(p.device.type == "meta" for p in parameters):
             raise InputError(
-                f"model={type(module).__name__} has trainable parameters of types {sorted(map(str, kinds))}; "
-                "all must be the same"
+                f"{name} has parameters on the device 'meta', where they have no values; make it on a real "
+                "device"
             )
-        if any(p.device.type == "meta" for p in module.parameters()):
+        (dtype,) = dtypes
+        if not dtype.is_floating_point:
             raise InputError(
-                f"model={type(module).__name__} has parameters on the device 'meta', where they have no "
-                "values; make it on a real device"
+                f"{name} has trainable parameters of type {dtype}; use a real type such as torch.float32"
             )
-        (kind,) = kinds
-        if not kind.is_floating_point:
-            raise InputError(
-                f"model={type(module).__name__} has trainable parameters of type {kind}; "
-                "use a real type such as torch.float32"
-            )
-        names, shapes = zip(*named, strict=True)
-        return cls(names, shapes)
+        return cls(tuple(key for key, _ in trainable), tuple(p.shape for _, p in trainable))
 
     @property
     def sizes(self) -> list[int]:
-        """How many numbers each parameter has."""
+        """The number of numbers in each parameter."""
         return [math.prod(shape) for shape in self.shapes]
 
     @property
     def d(self) -> int:
-        """How many numbers the flat vector has."""
+        """The length of the flat vector."""
         return sum(self.sizes)
 
     def flatten(self, module: nn.Module) -> Tensor:
-        """A copy of the module's trainable parameters as one vector."""
+        """Return a copy of the module's trainable parameters as one vector."""
         parameters = dict(module.named_parameters())
         return torch.cat([parameters[name].detach().reshape(-1) for name in self.names])
 
     def unflatten(self, x: Tensor) -> dict[str, Tensor]:
-        """Views into x by parameter name; gradients flow through them."""
+        """Return views into x by parameter name; gradients flow through them."""
         pieces = torch.split(x, self.sizes)
         return {
             name: piece.view(shape)
@@ -83,7 +80,7 @@ class Flat:
         }
 
     def copy(self, module: nn.Module) -> nn.Module:
-        """A module of its own, whose frozen parameters lie where the other's do."""
+        """Return a copy of a module that shares the memory of its frozen parameters."""
         shared: dict[int, nn.Parameter] = {
             id(p): nn.Parameter(p.data, requires_grad=False)
             for name, p in module.named_parameters()
@@ -93,12 +90,12 @@ class Flat:
 
     @torch.no_grad()
     def load(self, module: nn.Module, x: Tensor, buffers: Mapping[str, Tensor] | None = None) -> None:
-        """Copy x, and buffers if given, into the module."""
+        """Copy x, and buffers if any, into the module."""
         if x.shape != (self.d,):
             raise InputError(f"x of shape {tuple(x.shape)} does not fit a model of {self.d} numbers")
         parameters = dict(module.named_parameters())
         for name, value in self.unflatten(x).items():
             parameters[name].copy_(value)
-        own = dict(module.named_buffers())
+        module_buffers = dict(module.named_buffers())
         for name, value in (buffers or {}).items():
-            own[name].copy_(value)
+            module_buffers[name].copy_(value)

@@ -1,4 +1,4 @@
-"""The client side of every algorithm as a torch optimizer, for a training loop of one's own."""
+"""The client side of every algorithm as a torch optimizer, for custom training loops."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from fadamgc.algorithm import Algorithm, AnyAlgorithm, example
 from fadamgc.errors import FadamgcError, InputError, nearest
+from fadamgc.tree import from_names, map_leaves, named_leaves, rebuild
 
 GROUP_KEYS = ("params", "lr", "param_names", "initial_lr")
 
@@ -19,16 +20,16 @@ GROUP_KEYS = ("params", "lr", "param_names", "initial_lr")
 class ClientOptimizer(Optimizer):
     """One client's part of a federated algorithm, step by step under the caller's control.
 
-    The server's part is the algorithm's own: ``init_server``, ``broadcast``, ``aggregate``. Vectors are
+    For the server's part, call the algorithm: ``init_server``, ``broadcast``, ``aggregate``. Vectors are
     the trainable parameters of all groups, one after the other: with ``model.parameters()`` that is the
-    order of ``Run.x``. The client's state (y_i, v_i, ...) lives in the optimizer, survives from round to
-    round, and travels in ``state_dict``, also in the middle of a round. Buffers such as BatchNorm's are
-    no business of an optimizer: average them beside it.
+    order of ``Run.x``. The client's state (y_i, v_i, ...) is part of the optimizer, is kept from round to
+    round, and is saved by ``state_dict``, also in the middle of a round. The optimizer does not handle
+    buffers such as BatchNorm's: average them separately.
 
-    A group's ``lr`` is its eta_l and may be changed by a scheduler. A change counts from the next
-    ``start_round`` on, because rules such as SCAFFOLD's divide by the step size of the whole round. The
-    server's rule of FedAvg-M and SCAFFOLD-M divides by eta_l, too: if lr is not the algorithm's own eta_l,
-    aggregate with ``dataclasses.replace(algorithm, eta_l=lr)``, and use one lr for all groups.
+    A group's ``lr`` is its eta_l and may be changed by a scheduler. A change takes effect at the next
+    ``start_round``, because rules such as SCAFFOLD's divide by the step size of the whole round. The
+    server's rule of FedAvg-M and SCAFFOLD-M divides by eta_l as well: if lr differs from the algorithm's
+    eta_l, aggregate with ``dataclasses.replace(algorithm, eta_l=lr)``, and use one lr for all groups.
 
     Args:
         params: parameters or groups, as for any torch optimizer.
@@ -62,9 +63,7 @@ class ClientOptimizer(Optimizer):
             )
         self.algorithm = algorithm
         self._gradient = gradient
-        self._types = {
-            kind: type(value) for kind, value in example(algorithm, torch.empty(0))._asdict().items()
-        }
+        self._example = example(algorithm, torch.empty(0))
         super().__init__(params, {"lr": algorithm.eta_l})
         if algorithm.init_gradient and gradient is None:
             raise InputError(
@@ -80,7 +79,7 @@ class ClientOptimizer(Optimizer):
             if key not in GROUP_KEYS:
                 raise InputError(
                     f"a parameter group has no option {key!r}{nearest(key, GROUP_KEYS)}; "
-                    "it has 'lr', and all else belongs to the algorithm"
+                    "it has 'lr'; all other hyperparameters are the algorithm's"
                 )
         super().add_param_group(param_group)
         trainable = _trainable(self.param_groups[-1])
@@ -92,8 +91,8 @@ class ClientOptimizer(Optimizer):
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {name: getattr(self, name) for name in ("algorithm", "_types", "_gradient")}
-        return {**super().__getstate__(), **own}
+        attributes = {name: getattr(self, name) for name in ("algorithm", "_example", "_gradient")}
+        return {**super().__getstate__(), **attributes}
 
     @property
     def in_round(self) -> bool:
@@ -104,32 +103,32 @@ class ClientOptimizer(Optimizer):
     def start_round(self, down: Any, gradient: Tensor | None = None) -> None:
         """Take what the server sent: set the parameters to ``down.x`` and begin the local steps.
 
-        A round that was started and not finished is given up; the client's state is as before it.
+        A round that was started and not finished is discarded; the client's state is as before that round.
 
         Args:
             down: ``algorithm.broadcast(server)``.
-            gradient: the gradient of the client's whole data at ``down.x``, for algorithms that want
+            gradient: the gradient of the client's whole data at ``down.x``, for algorithms that need
                 it (SCAFFOLD's option I).
         """
-        if not isinstance(down, self._types["down"]):
+        if not isinstance(down, type(self._example.down)):
             raise InputError(
                 f"down of type {type(down).__name__} is not what {type(self.algorithm).__name__} sends; "
                 "give algorithm.broadcast(server)"
             )
         if self.algorithm.round_gradient and gradient is None:
             raise InputError(
-                f"{type(self.algorithm).__name__} wants the client's gradient at x: "
+                f"{type(self.algorithm).__name__} needs the client's gradient at x: "
                 "pass start_round(down, gradient=...)"
             )
         pieces = self._split("gradient", gradient) if self.algorithm.round_gradient else None
-        columns = [self._split(f"down.{name}", value) for name, value in down._asdict().items()]
+        columns = [self._split(name, vector) for name, vector in named_leaves(down, "down").items()]
         initial = self._split("gradient", self._gradient) if self.algorithm.init_gradient else None
         for i, group in enumerate(self.param_groups):
             state = self._state(group)
             if not state:  # the first round
                 start = self.algorithm.init_client(_flatten(group), None if initial is None else initial[i])
                 self._keep(group, "client", start)
-            part = type(down)(*(column[i] for column in columns))
+            part = rebuild(down, [column[i] for column in columns])
             state["k"], state["eta_l"] = 0, float(group["lr"])
             local = self._algorithm(group).begin(
                 part, self._recall(group, "client"), None if pieces is None else pieces[i]
@@ -144,7 +143,7 @@ class ClientOptimizer(Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One local step with the gradients that ``backward`` left behind."""
+        """Take one local step with the gradients that ``backward`` has computed."""
         if not self.in_round:
             raise FadamgcError("step() outside a round; call start_round(down) first")
         loss = None
@@ -164,7 +163,7 @@ class ClientOptimizer(Optimizer):
 
     @torch.no_grad()
     def finish_round(self, tracked: bool = True) -> Any:
-        """End the round: keep the client's new state and return what it sends to the server."""
+        """End the round: keep the client's new state, and return what the client sends to the server."""
         if not self.in_round:
             raise FadamgcError("finish_round() outside a round; call start_round(down) first")
         if any(self._state(group)["k"] == 0 for group in self.param_groups):
@@ -180,13 +179,13 @@ class ClientOptimizer(Optimizer):
                 del state[key]
             self._keep(group, "client", new)
             ups.append(up)
-        return type(ups[0])(*(torch.cat(column) for column in zip(*ups, strict=True)))
+        return map_leaves(lambda *pieces: torch.cat(pieces), *ups)
 
     def _algorithm(self, group: dict[str, Any]) -> AnyAlgorithm:
         return dataclasses.replace(self.algorithm, eta_l=self._state(group)["eta_l"])
 
     def _split(self, name: str, vector: Tensor | None) -> list[Tensor]:
-        """The pieces of a vector that belong to the groups."""
+        """Return the pieces of a vector that belong to the groups."""
         sizes = [sum(p.numel() for p in _trainable(group)) for group in self.param_groups]
         if vector is None or vector.shape != (sum(sizes),):
             got = None if vector is None else tuple(vector.shape)
@@ -196,27 +195,24 @@ class ClientOptimizer(Optimizer):
             piece.to(_trainable(group)[0]) for group, piece in zip(self.param_groups, pieces, strict=True)
         ]
 
-    # A group's vectors are kept as the state of its first parameter, so that torch's own state_dict,
-    # load_state_dict and device handling know them.
+    # A group's vectors are kept as the state of its first parameter, so that torch's state_dict,
+    # load_state_dict and device handling include them.
 
     def _state(self, group: dict[str, Any]) -> dict[str, Any]:
         state: dict[str, Any] = self.state[_trainable(group)[0]]
         return state
 
     def _keep(self, group: dict[str, Any], kind: str, value: Any) -> None:
-        for name, tensor in value._asdict().items():
-            self._state(group)[f"{kind}.{name}"] = tensor
+        self._state(group).update(named_leaves(value, kind))
 
     def _recall(self, group: dict[str, Any], kind: str) -> Any:
-        cls = self._types[kind]
-        state = self._state(group)
-        missing = [name for name in cls._fields if f"{kind}.{name}" not in state]
-        if missing:
+        try:
+            return from_names(getattr(self._example, kind), self._state(group), kind)
+        except KeyError as error:
             raise FadamgcError(
-                f"the optimizer's state has no {kind}.{missing[0]}; it is that of another algorithm, or its "
+                f"the optimizer's state has no {error.args[0]}; it is that of another algorithm, or its "
                 "parameters were frozen or changed since"
-            )
-        return cls(*(state[f"{kind}.{name}"] for name in cls._fields))
+            ) from None
 
 
 def _trainable(group: dict[str, Any]) -> list[nn.Parameter]:

@@ -1,5 +1,7 @@
 """States as trees: NamedTuples of tensors, which may contain NamedTuples.
 
+Arguments of a computation may also contain lists and dicts of tensors, and None, which has no leaves.
+
 leaves(state)                 the tensors, in the order of the fields
 rebuild(like, tensors)        a state with the same fields and other tensors
 map_leaves(function, state)   a state whose tensors are function(tensor)
@@ -13,7 +15,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-StateT = TypeVar("StateT", bound=tuple[Any, ...])
+StateT = TypeVar("StateT")
 
 
 def leaves(state: Any) -> list[Tensor]:
@@ -22,10 +24,10 @@ def leaves(state: Any) -> list[Tensor]:
 
 
 def _leaves(state: Any) -> Iterator[Tensor]:
-    if isinstance(state, tuple):
-        for field in state:
-            yield from _leaves(field)
-    else:
+    if isinstance(state, (tuple, list, dict)):
+        for part in state.values() if isinstance(state, dict) else state:
+            yield from _leaves(part)
+    elif state is not None:
         yield state
 
 
@@ -47,8 +49,13 @@ def rebuild(like: StateT, tensors: Iterable[Any]) -> StateT:
 
 
 def _rebuild(like: Any, rest: Iterator[Any]) -> Any:
-    if isinstance(like, tuple):
-        return type(like)(*[_rebuild(field, rest) for field in like])
+    if like is None:
+        return None
+    if isinstance(like, dict):
+        return {key: _rebuild(part, rest) for key, part in like.items()}
+    if isinstance(like, (tuple, list)):
+        parts = [_rebuild(part, rest) for part in like]
+        return type(like)(*parts) if hasattr(like, "_fields") else type(like)(parts)
     try:
         return next(rest)
     except StopIteration:

@@ -111,7 +111,7 @@ def odd_images(r: random.Random, path: Path) -> None:
     kind = "JPEG" if mode == "CMYK" else "PNG" if mode == "P" else kind
     n = r.choice((0, 1, 6))
     labels = [r.choice((0, 1, 9, 10, -1)) for _ in range(n)]
-    rows = [{"bytes": sets.picture(p, kind, mode), "path": None} for p in sets.pictures(n, side)]
+    rows = [{"bytes": sets.encoded(p, kind, mode), "path": None} for p in sets.images(n, side)]
     for row in rows:
         if r.random() < 0.3:
             row["bytes"] = damage_bytes(r, row["bytes"])

@@ -1,4 +1,4 @@
-"""``fadamgc federation``: a Flower federation on this machine, and tools for one on several machines."""
+"""``fadamgc federation``: a federation on this machine, and commands for one on several machines."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ app = typer.Typer(
     "`superlink`, `supernode` and `login` are for federations on several machines; see docs/flower.md.",
 )
 
-Folder = Annotated[Path, typer.Option("--folder", help="Folder of its logs, keys and states.")]
+Folder = Annotated[Path, typer.Option("--folder", help="Folder for logs, keys and states.")]
 Nodes = Annotated[int, typer.Option("--nodes", "-n", help="Number of nodes.")]
 Secure = Annotated[
     bool,
     typer.Option(
         "--secure",
-        help="Use TLS, and accept only nodes whose keys are registered; certificates and keys are created. "
-        "With or without this option, only a user with the operator's token, which is in the folder, can "
-        "register keys and start runs. Other users of this machine who can list its processes can still act "
-        "as a running app (Flower puts the app's token on its command line).",
+        help="Use TLS, and accept only nodes whose key the operator has registered; certificates and keys "
+        "are made. With or without it, only the holder of the operator's token in the folder can register "
+        "keys and start runs. Other users of this machine who can list its processes can still act as a "
+        "running app (Flower puts the app's token on its command line).",
     ),
 ]
 DEFAULT_FOLDER = Path("out/federation")
@@ -38,37 +38,38 @@ DEFAULT_FOLDER = Path("out/federation")
 
 @app.command()
 def up(nodes: Nodes = 3, secure: Secure = False, folder: Folder = DEFAULT_FOLDER) -> None:
-    """Start a SuperLink and nodes.
+    """Start a SuperLink and nodes in the background.
 
-    Then use `fadamgc federation run APP`, or Flower's `flwr run` with the environment that is printed.
+    Then use `fadamgc federation run APP`, or Flower's own `flwr run` with the environment that is printed.
     """
-    from fadamgc.flower.loopback import NAME, QUIET, Federation
+    from fadamgc.flower.access import FLOWER_OFFLINE
+    from fadamgc.flower.loopback import FEDERATION_NAME, LoopbackFederation
 
     _exit_on_signals()
-    federation = Federation(folder)
+    federation = LoopbackFederation(folder)
     state = federation.up(nodes, secure)
     names = ", ".join(process.name for process in state.processes)
-    say(f"running: {names}; logs in {federation.folder / 'logs'}")
+    say(f"running: {names}; logs are in {federation.folder / 'logs'}")
     if secure:
         from fadamgc.flower.certificates import end_of
 
         say(f"certificates in {federation.keys} end on {end_of(federation.keys):%Y-%m-%d}")
-    settings = " ".join(f"{key}={value}" for key, value in QUIET.items())
-    say(f"FLWR_HOME={federation.folder / 'flwr'} {settings} flwr run APP {NAME} --stream")
+    variables = " ".join(f"{key}={value}" for key, value in FLOWER_OFFLINE.items())
+    say(f"FLWR_HOME={federation.folder / 'flwr'} {variables} flwr run APP {FEDERATION_NAME} --stream")
 
 
 @app.command()
 def status(folder: Folder = DEFAULT_FOLDER) -> None:
-    """Show the processes of the federation."""
-    from fadamgc.flower.loopback import Federation
+    """Show which processes run."""
+    from fadamgc.flower.loopback import LoopbackFederation
 
     show = partial(terminal().print, highlight=False, soft_wrap=True, markup=False)
-    federation = Federation(folder)
+    federation = LoopbackFederation(folder)
     processes = federation.read().processes
     if not processes:
         show(f"no federation in {folder}; `fadamgc federation up` starts one")
     for process in processes:
-        state = "runs" if process.alive else f"has ended; see {process.log}"
+        state = "running" if process.alive else f"ended; see {process.log}"
         show(f"{process.name}: process {process.pid}, port {process.port}, {state}")
     if warning := federation.warning():
         show(f"warning: {warning}")
@@ -76,10 +77,10 @@ def status(folder: Folder = DEFAULT_FOLDER) -> None:
 
 @app.command()
 def down(folder: Folder = DEFAULT_FOLDER) -> None:
-    """Stop all processes of the federation. States, keys and logs are kept."""
-    from fadamgc.flower.loopback import Federation
+    """Stop all processes. States, keys and logs stay."""
+    from fadamgc.flower.loopback import LoopbackFederation
 
-    say(f"stopped {Federation(folder).down()} processes")
+    say(f"stopped {LoopbackFederation(folder).down()} processes")
 
 
 @app.command()
@@ -97,11 +98,14 @@ def run(
         str, typer.Option(help="Values for the app's config, such as \"algorithm='scaffold' rounds=3\".")
     ] = "",
 ) -> None:
-    """Run a Flower app on this machine; if no federation runs, start one, and stop it afterwards."""
-    from fadamgc.flower.loopback import Federation
+    """Run a Flower app on a federation on this machine.
+
+    If no federation is running, one is started, and stopped afterwards.
+    """
+    from fadamgc.flower.loopback import LoopbackFederation
 
     _exit_on_signals()
-    federation = Federation(folder)
+    federation = LoopbackFederation(folder)
     temporary = not federation.read().alive
     try:
         if temporary:
@@ -113,42 +117,42 @@ def run(
     except KeyboardInterrupt:
         if not temporary:
             raise FadamgcError(
-                "no longer shown, but the run continues; `flwr ls` and `flwr stop` end it"
+                "the run continues without its output; `flwr ls` lists it and `flwr stop` ends it"
             ) from None
-        raise FadamgcError("stopped; the same command continues after the last complete round") from None
+        raise FadamgcError("stopped; the same command resumes after the last complete round") from None
     finally:
         if temporary:
             federation.down()
 
 
 Token = Annotated[Path, typer.Option("--operator-token", help="File with the operator's token.")]
-FORWARD = {"allow_extra_args": True, "ignore_unknown_options": True}
+FORWARD_OPTIONS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
-@app.command(context_settings=FORWARD)
+@app.command(context_settings=FORWARD_OPTIONS)
 def superlink(context: typer.Context, token: Token = Path("operator.token")) -> None:
-    """Run Flower's SuperLink so that only users with the operator's token can control it.
+    """Run Flower's SuperLink, which only the holder of the operator's token can control.
 
     All other options are those of `flower-superlink`, such as `--ssl-certfile`. Without the token nobody can
     register a node's key or start a run. The file is created if it does not exist.
     """
-    from fadamgc.flower.loopback import launch, make_token
+    from fadamgc.flower.access import launch_command, make_token
 
     if not token.expanduser().exists():
         make_token(token.expanduser())
-        say(f"created {token}: whoever has it can run code on the SuperLink and on every node")
-    _become([*launch("superlink"), "--operator-token", str(token), *context.args])
+        say(f"made {token}: whoever has it can run code on the SuperLink and on every node")
+    _replace_process([*launch_command("superlink"), "--operator-token", str(token), *context.args])
 
 
-@app.command(context_settings=FORWARD)
+@app.command(context_settings=FORWARD_OPTIONS)
 def supernode(context: typer.Context) -> None:
     """Run Flower's SuperNode with a secret that prevents other processes from fetching its tasks.
 
     All options are those of `flower-supernode`, such as `--superlink`.
     """
-    from fadamgc.flower.loopback import launch
+    from fadamgc.flower.access import launch_command
 
-    _become([*launch("supernode"), *context.args])
+    _replace_process([*launch_command("supernode"), *context.args])
 
 
 @app.command()
@@ -164,26 +168,26 @@ def login(
     """
     from flwr.supercore.utils import get_flwr_home
 
+    from fadamgc.flower.access import log_in
     from fadamgc.flower.launch import read_token
-    from fadamgc.flower.loopback import log_in
 
     try:
         secret = read_token(token)
     except ValueError as error:
         raise InputError(str(error)) from None
     log_in(get_flwr_home(), address, secret)
-    say(f"`flwr` sends the operator's token to {address} from now on")
+    say(f"from now on, `flwr` sends the operator's token to {address}")
 
 
-def _become(command: list[str]) -> None:
-    """Replace this process with a command; Flower's settings in the environment are kept."""
-    from fadamgc.flower.loopback import QUIET, search_path
+def _replace_process(command: list[str]) -> None:
+    """Replace this process by a command; Flower's settings in the environment take precedence over ours."""
+    from fadamgc.flower.access import FLOWER_OFFLINE, search_path
 
-    os.execve(command[0], command, QUIET | os.environ | {"PATH": search_path()})
+    os.execve(command[0], command, FLOWER_OFFLINE | os.environ | {"PATH": search_path()})
 
 
 def _exit_on_signals() -> None:
-    """Exit as after an error when a signal ends this process, so that its federation is stopped."""
+    """Exit in the usual way, which stops the federation, when this process is told to end."""
 
     def end(number: int, _: object) -> None:
         sys.exit(128 + number)

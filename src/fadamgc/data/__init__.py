@@ -1,4 +1,4 @@
-"""Where data come from (one module a source) and how they are split over clients."""
+"""Data sets (one module per source) and partitions of a data set over clients."""
 
 from fadamgc.data.partition import Partition, dirichlet, iid, natural, shards
 

@@ -1,4 +1,4 @@
-"""What is in the files of a data set: counts, classes, means."""
+"""Statistics of the files of a data set: counts, classes, means."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from fadamgc.data import digits, har, images, parquet
+from fadamgc.data import digits, har, images
 from fadamgc.data.sources import DIGITS, Source, files_of
-from fadamgc.errors import InputError, shown
+from fadamgc.data.tables import read_parquet
+from fadamgc.errors import InputError
+
+BATCH = 5000  # images whose moments are computed at the same time
 
 
 @dataclass(frozen=True)
@@ -20,9 +24,9 @@ class Part:
     rows: int
     complete: int  # rows of the complete data set
     least: int  # samples of the rarest class
-    most: int  # and of the most frequent one
+    most: int  # samples of the most frequent class
     classes: int  # that occur
-    mean: tuple[float, ...] = ()  # of each colour, as a share of white
+    mean: tuple[float, ...] = ()  # per colour, as a share of white
     std: tuple[float, ...] = ()
 
 
@@ -30,35 +34,27 @@ def check(source: Source, progress: Callable[[str, int], object] = lambda *_: No
     """Read a whole data set; an error names what is missing or damaged.
 
     Args:
-        source: which one.
-        progress: told the part and how many rows of it have been read.
+        source: the data set.
+        progress: called with the part and the number of its rows that have been read.
     """
     return {
-        split: _part(source, i, lambda n, split=split: progress(split, n))  # type: ignore[misc]
+        split: _part(source, i, split, lambda n, split=split: progress(split, n))  # type: ignore[misc]
         for i, split in enumerate(("train", "test"))
     }
 
 
-def _part(source: Source, number: int, progress: Callable[[int], object]) -> Part:
-    moments: dict[str, Any] = {}
+def _part(source: Source, number: int, split: str, progress: Callable[[int], object]) -> Part:
+    moments: dict[str, tuple[float, ...]] = {}
     match source.kind:
-        case "pictures" if source == DIGITS:
+        case "images" if source == DIGITS:
             data = digits.load()
-            pixels, labels = (part.numpy() for part in (data[2 * number], data[2 * number + 1]))
+            pixels, labels = (part.numpy() for part in data[2 * number : 2 * number + 2])
             moments = {"mean": (float(pixels.mean()),), "std": (float(pixels.std()),)}
-        case "pictures":
-            pictures = images.load(source.name, ("train", "test")[number], progress=progress)
-            labels = pictures.y
-            sums, squares = np.zeros(3), np.zeros(3)
-            for first in range(0, len(labels), 5000):
-                x = pictures.x[first : first + 5000].astype(np.float64) / 255
-                sums += x.mean(axis=(2, 3)).sum(axis=0)
-                squares += (x * x).mean(axis=(2, 3)).sum(axis=0)
-            mean = sums / len(labels)
-            std = np.sqrt(squares / len(labels) - mean * mean)
-            moments = {"mean": tuple(mean.tolist()), "std": tuple(std.tolist())}
+        case "images":
+            part = images.load(source.name, split, progress=progress)
+            labels, moments = part.y, _moments(part.x)
         case "texts":
-            labels = _texts(source, number, progress)
+            labels = _text_labels(source, source.splits[number], progress)
         case "signals":
             signals = har.load()
             labels = signals.y[signals.is_test == bool(number)].numpy()
@@ -73,19 +69,24 @@ def _part(source: Source, number: int, progress: Callable[[int], object]) -> Par
     )
 
 
-def _texts(source: Source, number: int, progress: Callable[[int], object]) -> Any:
-    labels = []
-    count = 0
-    for rows in parquet.read(files_of(source, source.splits[number]), (*source.inputs, source.label)):
+def _moments(images: npt.NDArray[np.uint8]) -> dict[str, tuple[float, ...]]:
+    sums, squares = np.zeros(3), np.zeros(3)
+    for first in range(0, len(images), BATCH):
+        x = images[first : first + BATCH].astype(np.float64) / 255
+        sums += x.mean(axis=(2, 3)).sum(axis=0)
+        squares += (x * x).mean(axis=(2, 3)).sum(axis=0)
+    mean = sums / len(images)
+    std = np.sqrt(squares / len(images) - mean * mean)
+    return {"mean": tuple(mean.tolist()), "std": tuple(std.tolist())}
+
+
+def _text_labels(source: Source, split: str, progress: Callable[[int], object]) -> npt.NDArray[Any]:
+    labels: list[npt.NDArray[Any]] = []
+    for rows in read_parquet(files_of(source, split), (*source.inputs, source.label)):
         for column in source.inputs:
-            for i, text in enumerate(parquet.values(rows, column)):
-                if not isinstance(text, str):
-                    raise InputError(
-                        f"{rows.file}: row {rows.first + i} has {column}={shown(text)}, which is not a text"
-                    )
-        labels.append(parquet.labels(rows, source.label, source.classes))
-        count += len(labels[-1])
-        progress(count)
+            rows.texts(column)
+        labels.append(rows.labels(source.label, source.classes))
+        progress(sum(map(len, labels)))
     if not labels:
         raise InputError(f"{source.name}: there are no rows in its files; download them again")
     return np.concatenate(labels)

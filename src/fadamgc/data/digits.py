@@ -10,8 +10,7 @@ import numpy.typing as npt
 import torch
 
 from fadamgc.cache import cached
-from fadamgc.data.partition import check_number
-from fadamgc.errors import InputError
+from fadamgc.errors import InputError, finite
 
 FORMAT = 1  # of the cached rows
 
@@ -26,31 +25,29 @@ class Digits(NamedTuple):
 
 
 def load(validation: float = 0.0) -> Digits:
-    """The digits in a fixed stratified split, 80 % to train and 20 % to test, whatever a run's seed.
+    """Return the digits in a fixed stratified split, 80 % to train and 20 % to test, for all seeds.
 
     Args:
-        validation: if above 0, this share of the train part takes the place of the test part, which is
-            left out altogether: tuning on it cannot see the test set.
+        validation: if above 0, this share of the train part replaces the test part, so that tuning cannot
+            see the test part.
 
     >>> [len(part) for part in load()]
     [1437, 1437, 360, 360]
     >>> [len(part) for part in load(validation=0.25)]
     [1077, 1077, 360, 360]
     """
-    check_number("validation", validation, 0)
-    if validation and not 0.01 <= validation <= 0.99:
-        raise InputError(f"validation={validation!r}; accepted are 0 and numbers from 0.01 to 0.99")
-
-    rows = torch.from_numpy(
-        cached(f"digits/{FORMAT}-{version('scikit-learn')}-{float(validation)}", lambda: _rows(validation))
-    )
+    share = finite("validation", validation, 0)
+    if share and not 0.01 <= share <= 0.99:
+        raise InputError(f"validation={share} is not accepted; it must be 0 or a number from 0.01 to 0.99")
+    name = f"digits/{FORMAT}-{version('scikit-learn')}-{share}"
+    rows = torch.from_numpy(cached(name, lambda: _rows(share)))
     x, y, held_out = rows[:, :64].to(torch.float32) / 16, rows[:, 64].to(torch.int64), rows[:, 65].bool()
     return Digits(x[~held_out], y[~held_out], x[held_out], y[held_out])
 
 
 def _rows(validation: float) -> npt.NDArray[np.uint8]:
-    """64 pixels from 0 to 16, the label, and whether it is held out; in the order of the split."""
-    # Slow to import, and needed by nobody who brings their own data.
+    """Return 64 pixels from 0 to 16, the label, and whether it is held out; in the order of the split."""
+    # Imported here because it is slow, and not needed for other data.
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 

@@ -13,15 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fadamgc.data.sources import files_of, source
+from fadamgc.data.sources import files_of_kind
 from fadamgc.errors import InputError, cut
 
-SHAPES = {"x": (9, 128), "y": (), "subject": (), "is_test": ()}
-KINDS = {"x": "biuf", "y": "biu", "subject": "biu", "is_test": "biu"}  # numpy's letters of types
+SHAPES = {"x": (9, 128), "y": (), "subject": (), "is_test": ()}  # of one window
 
 
 class Har(NamedTuple):
-    """Signals, (n, 9, 128); activities and people, (n,); which windows are of the official test part."""
+    """Signals, (n, 9, 128); activities and people, (n,); whether a window is in the official test part."""
 
     x: Tensor
     y: Tensor
@@ -30,14 +29,14 @@ class Har(NamedTuple):
 
 
 def load(root: Path | None = None) -> Har:
-    """All windows of all people."""
-    (path,) = files_of(source("uci_har"), "train", root)
+    """Read all windows of all people."""
+    _, (path,) = files_of_kind("uci_har", "signals", "train", root)
     try:
-        with open(path, "rb") as opened, np.load(opened, allow_pickle=False) as file:
+        with open(path, "rb") as stream, np.load(stream, allow_pickle=False) as file:
             arrays = {name: file[name] for name in SHAPES if name in file.files}
     except (FileNotFoundError, PermissionError) as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from None
-    except Exception as error:  # of zip files and of numpy there are many kinds
+    except Exception as error:  # zip files and numpy raise many kinds
         message = cut(str(error)) or type(error).__name__
         raise InputError(f"{path}: damaged ({message}); download it again") from None
     for name, shape in SHAPES.items():
@@ -45,20 +44,19 @@ def load(root: Path | None = None) -> Har:
             raise InputError(f"{path}: there is no array {name!r}; it has {', '.join(arrays)}")
         array = arrays[name]
         if array.ndim == 0 or array.shape[1:] != shape or len(array) != len(arrays["x"]):
-            wanted = ", ".join(map(str, ("n", *shape)))
-            raise InputError(f"{path}: {name!r} has shape {array.shape}; it must be ({wanted}), n as of 'x'")
-        if array.dtype.kind not in KINDS[name]:
-            wanted = "numbers" if name == "x" else "integers"
-            raise InputError(f"{path}: {name!r} is of {array.dtype}; it must be of {wanted}")
+            accepted = ", ".join(map(str, ("n", *shape)))
+            raise InputError(
+                f"{path}: {name!r} has shape {array.shape}; it must be ({accepted}), n as of 'x'"
+            )
+        kinds, accepted = ("biuf", "numbers") if name == "x" else ("biu", "integers")
+        if array.dtype.kind not in kinds:
+            raise InputError(f"{path}: {name!r} is of {array.dtype}; it must be of {accepted}")
         if not np.isfinite(array).all():
             raise InputError(f"{path}: {name!r} has numbers that are not finite; download it again")
-    y = arrays["y"].astype(np.int64)
+    x, y, subject, is_test = (arrays[name] for name in SHAPES)
+    y = y.astype(np.int64)
     wrong = np.flatnonzero((y < 0) | (y >= 6))
     if len(wrong):
         raise InputError(f"{path}: row {wrong[0]} has y={y[wrong[0]]}; there are 6 classes, 0 to 5")
-    return Har(
-        torch.from_numpy(arrays["x"].astype(np.float32)),
-        torch.from_numpy(y),
-        torch.from_numpy(arrays["subject"].astype(np.int64)),
-        torch.from_numpy(arrays["is_test"].astype(bool)),
-    )
+    columns = (x.astype(np.float32), y, subject.astype(np.int64), is_test.astype(bool))
+    return Har(*map(torch.from_numpy, columns))

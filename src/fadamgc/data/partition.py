@@ -1,7 +1,7 @@
-"""Who holds which sample: partitions of N labelled samples over n clients.
+"""Partitions of N labelled samples over n clients.
 
-Every partition is computed as one array ``owner``, (N,), the client of each sample, so each sample is
-held exactly once by construction. The same arguments give the same partition.
+Every partition is computed as one array ``owner``, (N,), the client of each sample, so each sample belongs
+to exactly one client by construction. The same arguments give the same partition.
 """
 
 from __future__ import annotations
@@ -14,34 +14,33 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fadamgc.errors import InputError, real, shown
+from fadamgc.errors import INT64_MAX, InputError, counts, finite, whole
 from fadamgc.runtime import check_room
 
 IntArray = npt.NDArray[np.int64]
 
 # "part" in ASCII: far from any round or client number, so that no other use of the seed shares the stream.
 STREAM = 0x70617274
-LARGEST = 2**63 - 1  # integer of numpy
 
 
 @dataclass(frozen=True, eq=False)
 class Partition:
-    """The samples of every client, and a sentence on how they were chosen.
+    """The samples of every client, and a sentence on how they were assigned.
 
     Attributes:
         indices: for each client the sorted positions of its samples.
-        note: what was done, for reports and pictures.
+        note: how the samples were assigned, for reports and plots.
     """
 
     indices: tuple[IntArray, ...]
     note: str
 
     def sizes(self) -> IntArray:
-        """Number of samples of every client, (clients,)."""
-        return np.array([len(own) for own in self.indices], dtype=np.int64)
+        """Return the number of samples of every client, (clients,)."""
+        return np.array([len(samples) for samples in self.indices], dtype=np.int64)
 
     def counts(self, labels: npt.ArrayLike | torch.Tensor) -> IntArray:
-        """Samples per client and class, (clients, classes); a column per distinct label, in sorted order.
+        """Return samples per client and class, (clients, classes); one column per label, in sorted order.
 
         >>> shards([0, 0, 0, 1, 1, 1], clients=2, seed=0, shards_per_client=1).counts([0, 0, 0, 1, 1, 1])
         array([[3, 0],
@@ -51,7 +50,7 @@ class Partition:
         if len(labels) != self.sizes().sum():
             raise InputError(f"labels has {len(labels)} samples; this partition is of {self.sizes().sum()}")
         classes, column = np.unique(labels, return_inverse=True)
-        return np.stack([np.bincount(column[own], minlength=len(classes)) for own in self.indices])
+        return np.stack([np.bincount(column[rows], minlength=len(classes)) for rows in self.indices])
 
 
 def dirichlet(
@@ -63,32 +62,29 @@ def dirichlet(
     min_size: int = 1,
     retries: int = 20,
 ) -> Partition:
-    """Label skew: every class is shared out by its own draw from Dirichlet(alpha, ..., alpha).
+    """Partition with label skew: each class has its own shares, drawn from Dirichlet(alpha, ..., alpha).
 
-    A draw that leaves a client with fewer than `min_size` samples is drawn anew, at most `retries`
-    draws in all. If none will do, the one that lacks the fewest samples is repaired: samples go one at
-    a time from the client that is the largest at that moment, out of its most frequent class.
+    A draw that leaves a client with fewer than `min_size` samples is rejected and drawn again, up to
+    `retries` draws. If all are rejected, the one that lacks the fewest samples is repaired: samples move
+    one at a time from the client that is the largest at that moment, out of its most frequent class.
 
     Args:
         labels: class of every sample, (N,) integers.
         clients: number of clients n; n * min_size <= N.
         alpha: concentration; small is skewed (0.1 in most papers), large is close to iid.
         seed: the same seed gives the same partition.
-        min_size: the least number of samples of a client.
-        retries: the most draws to try.
+        min_size: least number of samples per client.
+        retries: largest number of draws.
 
     Returns:
-        The partition; its note tells which draw was kept and how many samples were moved.
+        The partition; its note says which draw was used and how many samples were moved.
 
     >>> dirichlet([0, 1] * 50, clients=5, alpha=1.0, seed=0).note
     'Dirichlet(1) over 5 clients; draw 1 of at most 20'
     """
     labels = _labels(labels)
-    check_integer("clients", clients, 1)
-    check_number("alpha", alpha, 0, strict=True)
-    alpha = float(alpha)
-    check_integer("min_size", min_size, 1)
-    check_integer("retries", retries, 1)
+    counts(clients=clients, min_size=min_size, retries=retries)
+    alpha = finite("alpha", alpha, 0, exclusive=True)
     if len(labels) < clients * min_size:
         raise InputError(
             f"labels has {len(labels)} samples; "
@@ -97,21 +93,21 @@ def dirichlet(
     rng = generator(seed, STREAM)
     _, column, class_sizes = np.unique(labels, return_inverse=True, return_counts=True)
 
-    kept, kept_draw, lacking = np.empty(0, dtype=np.int64), 0, math.inf
+    best, best_draw, least_missing = np.empty(0, dtype=np.int64), 0, math.inf
     for draw in range(1, retries + 1):
-        counts = _draw(rng, class_sizes, clients, alpha)
-        lacks = int(np.maximum(min_size - counts.sum(axis=1), 0).sum())
-        if lacks < lacking:
-            kept, kept_draw, lacking = counts, draw, lacks
-        if lacks == 0:
+        sizes = _draw(rng, class_sizes, clients, alpha)
+        missing = int(np.maximum(min_size - sizes.sum(axis=1), 0).sum())
+        if missing < least_missing:
+            best, best_draw, least_missing = sizes, draw, missing
+        if missing == 0:
             break
-    counts, moved = _repair(kept, min_size)
+    sizes, moved = _repair(best, min_size)
 
     owner = np.empty(len(labels), dtype=np.int64)
     for c in range(len(class_sizes)):
-        owner[rng.permutation(np.flatnonzero(column == c))] = np.repeat(np.arange(clients), counts[:, c])
+        owner[rng.permutation(np.flatnonzero(column == c))] = np.repeat(np.arange(clients), sizes[:, c])
 
-    note = f"Dirichlet({alpha:g}) over {_plural(clients, 'client')}; draw {kept_draw} of at most {retries}"
+    note = f"Dirichlet({alpha:g}) over {_plural(clients, 'client')}; draw {best_draw} of at most {retries}"
     if moved:
         goal = "no client is empty" if min_size == 1 else f"every client has at least {min_size}"
         note += f"; {_plural(moved, 'sample')} moved so that {goal}"
@@ -119,15 +115,14 @@ def dirichlet(
 
 
 def iid(labels_or_count: npt.ArrayLike | torch.Tensor | int, clients: int, seed: int) -> Partition:
-    """Samples dealt at random, sizes differing by at most one.
+    """Partition at random; the clients' sizes differ by at most one.
 
     >>> iid(10, clients=3, seed=0).sizes()
     array([4, 3, 3])
     """
-    check_integer("clients", clients, 1)
+    counts(clients=clients)
     if isinstance(labels_or_count, (int, np.integer)):
-        field, count = "count", int(labels_or_count)
-        check_integer(field, count, 1)
+        field, count = "count", whole("count", int(labels_or_count), 1, INT64_MAX)
         check_room(f"count={count}", 8 * count)
     else:
         field, count = "labels", len(_labels(labels_or_count))
@@ -140,14 +135,13 @@ def iid(labels_or_count: npt.ArrayLike | torch.Tensor | int, clients: int, seed:
 def shards(
     labels: npt.ArrayLike | torch.Tensor, clients: int, seed: int, shards_per_client: int = 2
 ) -> Partition:
-    """Few labels a client: samples sorted by label, cut in equal shards, the shards dealt at random.
+    """Partition with few labels per client: sort by label, cut into equal shards, deal these at random.
 
     >>> shards([0, 0, 1, 1, 2, 2, 3, 3], clients=2, seed=0).sizes()
     array([4, 4])
     """
     labels = _labels(labels)
-    check_integer("clients", clients, 1)
-    check_integer("shards_per_client", shards_per_client, 1)
+    counts(clients=clients, shards_per_client=shards_per_client)
     total = clients * shards_per_client
     if total > len(labels):
         raise InputError(
@@ -158,47 +152,30 @@ def shards(
     shard_of_rank = np.arange(len(labels)) * total // len(labels)
     owner = np.empty(len(labels), dtype=np.int64)
     owner[np.argsort(labels, kind="stable")] = client_of_shard[shard_of_rank]
-    note = f"{_plural(shards_per_client, 'shard')} a client over {_plural(clients, 'client')}"
+    note = f"{_plural(shards_per_client, 'shard')} per client over {_plural(clients, 'client')}"
     return _partition(owner, clients, note)
 
 
 def natural(groups: npt.ArrayLike | torch.Tensor) -> Partition:
-    """One client per distinct value of `groups` (a person, a device, a site), in sorted order.
+    """Partition into one client per distinct value of `groups` (a person, a device), in sorted order.
 
     >>> natural(["bob", "ann", "bob"]).indices
     (array([1]), array([0, 2]))
     """
     values = _vector("groups", groups)
     if values.dtype.kind not in "biuUSTO":
-        raise InputError(f"groups has dtype {values.dtype}; accepted are integers or strings")
+        raise InputError(f"groups has dtype {values.dtype}; it must have integers or strings")
     try:
         names, owner = np.unique(values, return_inverse=True)
     except TypeError as error:
-        raise InputError(f"groups cannot be sorted ({error}); accepted are integers or strings") from None
-    note = f"natural: {_plural(len(names), 'client')}, one for each distinct value of groups"
+        raise InputError(f"groups cannot be sorted ({error}); it must have integers or strings") from None
+    note = f"natural: {_plural(len(names), 'client')}, one per distinct value of groups"
     return _partition(owner, len(names), note)
 
 
 def generator(seed: int, stream: int) -> np.random.Generator:
-    """The random numbers at address (seed, stream)."""
-    check_integer("seed", seed, 0, high=None)
-    return np.random.default_rng(np.random.SeedSequence([int(seed), stream]))
-
-
-def check_integer(field: str, value: object, low: int, high: int | None = LARGEST) -> None:
-    """Raise InputError unless `value` is an integer from `low` to `high`."""
-    if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < low:
-        raise InputError(f"{field}={shown(value)}; accepted are integers >= {low}")
-    if high is not None and value > high:
-        raise InputError(f"{field}={shown(value)}; accepted are integers <= {high}")
-
-
-def check_number(field: str, value: object, low: float, *, strict: bool = False) -> None:
-    """Raise InputError unless `value` is a finite number of at least (if strict: above) `low`."""
-    number = real(value)
-    if number is None or not (math.isfinite(number) and (number > low if strict else number >= low)):
-        accepted = f"{'>' if strict else '>='} {low:g}"
-        raise InputError(f"{field}={shown(value)}; accepted are finite numbers {accepted}")
+    """Return the generator of the random numbers at address (seed, stream)."""
+    return np.random.default_rng(np.random.SeedSequence([whole("seed", seed, 0), stream]))
 
 
 def _partition(owner: IntArray, clients: int, note: str) -> Partition:
@@ -208,18 +185,18 @@ def _partition(owner: IntArray, clients: int, note: str) -> Partition:
 
 
 def _draw(rng: np.random.Generator, class_sizes: IntArray, clients: int, alpha: float) -> IntArray:
-    """Samples per client and class, (clients, classes), of one draw."""
+    """Return samples per client and class, (clients, classes), of one draw."""
     counts = np.empty((clients, len(class_sizes)), dtype=np.int64)
     for c, size in enumerate(class_sizes):
         ends = np.cumsum(_shares(rng, clients, alpha))
         cuts = np.rint(ends / ends[-1] * size).astype(np.int64)
-        # In a new order for every class, or rounding would favour the same clients each time.
+        # In a new order for every class; otherwise rounding would favour the same clients each time.
         counts[rng.permutation(clients), c] = np.diff(cuts, prepend=0)
     return counts
 
 
 def _shares(rng: np.random.Generator, clients: int, alpha: float) -> npt.NDArray[np.float64]:
-    """One draw from Dirichlet(alpha, ..., alpha), or its limit where floating point gives out."""
+    """Draw from Dirichlet(alpha, ..., alpha), or from its limit where floating point is not enough."""
     shares = rng.dirichlet(np.full(clients, alpha))
     if abs(shares.sum() - 1) < 1e-6:  # false for NaN
         return shares
@@ -231,7 +208,7 @@ def _shares(rng: np.random.Generator, clients: int, alpha: float) -> npt.NDArray
 
 
 def _repair(counts: IntArray, min_size: int) -> tuple[IntArray, int]:
-    """Counts with at least `min_size` samples in every client, and how many samples had to move."""
+    """Give every client at least `min_size` samples; return the counts and how many samples moved."""
     counts = counts.copy()
     sizes = counts.sum(axis=1)
     moved = 0
@@ -250,7 +227,7 @@ def _repair(counts: IntArray, min_size: int) -> tuple[IntArray, int]:
 def _labels(values: npt.ArrayLike | torch.Tensor) -> IntArray:
     labels = _vector("labels", values)
     if labels.dtype.kind not in "iu":
-        raise InputError(f"labels has dtype {labels.dtype}; accepted are integers")
+        raise InputError(f"labels has dtype {labels.dtype}; it must have integers")
     return labels.astype(np.int64, copy=False)
 
 
@@ -260,9 +237,9 @@ def _vector(field: str, values: npt.ArrayLike | torch.Tensor) -> npt.NDArray[Any
     try:
         vector = np.asarray(values)
     except ValueError as error:
-        raise InputError(f"{field} is no array ({error}); accepted is one dimension") from None
+        raise InputError(f"{field} is not an array ({error}); it must have one dimension") from None
     if vector.ndim != 1 or not vector.size:
-        raise InputError(f"{field} has shape {vector.shape}; accepted is one dimension, not empty")
+        raise InputError(f"{field} has shape {vector.shape}; it must have one dimension and not be empty")
     return vector
 
 

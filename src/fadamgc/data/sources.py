@@ -1,4 +1,4 @@
-"""The data sets that are known by name, and where they are looked for."""
+"""The data sets that are known by name, and the folders in which their files are searched for."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import os
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from fadamgc.cache import cache_folder, make_private
-from fadamgc.errors import InputError, nearest, shown
-from fadamgc.files import config_file
+from fadamgc.errors import InputError, first_line, nearest, shown
+from fadamgc.files import make_folder, user_folder
 
 VARIABLE = "FADAMGC_DATA"
+Kind: TypeAlias = Literal["images", "texts", "signals"]
 
 
 @dataclass(frozen=True)
@@ -21,20 +23,20 @@ class Source:
     """A data set as files.
 
     Attributes:
-        name: what specs and commands call it; also its folder in the data root.
-        kind: pictures and texts are parquet files as the Hugging Face hub has them, signals one npz file.
-        hub: its name on the hub, None where it is not there.
-        config: which part of it on the hub.
-        splits: file names of the train and the test part begin with these.
-        inputs: columns that are read.
-        label: the column of labels.
-        classes: how many labels there are, 0 .. classes - 1.
-        side: height and width of a picture.
-        rows: of the complete train and test part.
+        name: its name in specs and commands; also its folder in the data root.
+        kind: images and texts are parquet files as on the Hugging Face hub, signals are one npz file.
+        hub: its name on the hub; None if the hub does not have it.
+        splits: the first words of the file names of the train and the test part.
+        inputs: names of the columns of inputs.
+        label: name of the column of labels.
+        classes: number of labels, 0 .. classes - 1.
+        rows: numbers of rows of the complete train and test part.
+        side: height and width of an image.
+        config: name of the data set's configuration on the hub.
     """
 
     name: str
-    kind: Literal["pictures", "texts", "signals"]
+    kind: Kind
     hub: str | None
     splits: tuple[str, str]
     inputs: tuple[str, ...]
@@ -45,7 +47,7 @@ class Source:
     config: str | None = None
 
     def where(self) -> str:
-        """Where it can be had."""
+        """Return the address to download it from."""
         if self.hub is None:
             return "https://archive.ics.uci.edu/dataset/240"
         return f"https://huggingface.co/datasets/{self.hub}"
@@ -56,15 +58,15 @@ SOURCES = {
     source.name: source
     for source in (
         Source(
-            *("cifar10", "pictures", "uoft-cs/cifar10", ("train", "test"), ("img",), "label"),
+            *("cifar10", "images", "uoft-cs/cifar10", ("train", "test"), ("img",), "label"),
             *(10, (50_000, 10_000), 32),
         ),
         Source(
-            *("cifar100", "pictures", "uoft-cs/cifar100", ("train", "test"), ("img",), "fine_label"),
+            *("cifar100", "images", "uoft-cs/cifar100", ("train", "test"), ("img",), "fine_label"),
             *(100, (50_000, 10_000), 32),
         ),
         Source(
-            *("tiny-imagenet", "pictures", "zh-plus/tiny-imagenet", ("train", "valid"), ("image",), "label"),
+            *("tiny-imagenet", "images", "zh-plus/tiny-imagenet", ("train", "valid"), ("image",), "label"),
             *(200, (100_000, 10_000), 64),
         ),
         Source(
@@ -87,13 +89,12 @@ SOURCES = {
     )
 }
 
-
-# Comes with scikit-learn, and so has no files in the data root.
-DIGITS = Source("digits", "pictures", None, ("train", "test"), ("x",), "y", 10, (1_437, 360), 8)
+# The digits come with scikit-learn and have no files in the data root.
+DIGITS = Source("digits", "images", None, ("train", "test"), ("x",), "y", 10, (1_437, 360), 8)
 
 
 def source(name: str) -> Source:
-    """A data set by name."""
+    """Return a data set that has files, by name."""
     if name == DIGITS.name:
         raise InputError(f"data={name!r} has no folder and needs no download: it comes with scikit-learn")
     if name not in SOURCES:
@@ -104,21 +105,22 @@ def source(name: str) -> Source:
 
 
 def data_root() -> Path:
-    """The folder of the data sets: $FADAMGC_DATA, else ``data_root`` of the user's config file, else a
-    folder in the user's cache."""
+    """Return the folder of the data sets.
+
+    It is $FADAMGC_DATA, else ``data_root`` of the user's config file, else a folder in the user's cache.
+    """
     return _root()[0]
 
 
 def data_root_from() -> str:
-    """What said where the data root is."""
+    """Return the name of the setting that the data root comes from."""
     return _root()[1]
 
 
 def _root() -> tuple[Path, str]:
-    given = os.environ.get(VARIABLE)
-    if given:
-        return Path(given).expanduser(), f"environment variable {VARIABLE}"
-    config = config_file()
+    if folder := os.environ.get(VARIABLE):
+        return Path(folder).expanduser(), f"environment variable {VARIABLE}"
+    config = user_folder("config") / "config.toml"
     if config.is_file():
         try:
             value = tomllib.loads(config.read_text(encoding="utf-8")).get("data_root")
@@ -131,75 +133,80 @@ def _root() -> tuple[Path, str]:
     return cache_folder() / "data", "the default"
 
 
+def files_of_kind(name: str, kind: Kind, split: str, root: Path | None) -> tuple[Source, list[Path]]:
+    """Return a data set of a kind, and the files of its part "train" or "test"."""
+    data = source(name)
+    if data.kind != kind:
+        raise InputError(f"data={name!r} is a set of {data.kind}, not of {kind}")
+    return data, files_of(data, data.splits[0 if split == "train" else 1], root)
+
+
 def files_of(source: Source, split: str, root: Path | None = None) -> list[Path]:
-    """The files of one part of a data set, or an error that says where to put them."""
+    """Return the files of one part of a data set, or raise an error that says where to put them."""
     folder = (root or data_root()) / source.name
     if source.kind == "signals":
-        found = [folder / "har.npz"] if (folder / "har.npz").is_file() else []
+        files = [path for path in [folder / "har.npz"] if path.is_file()]
     else:
-        # As in a folder of ours, as downloaded from the hub, and as the hub has several parts of one set.
-        places = [folder, folder / "data", *([folder / source.config] if source.config else [])]
-        places += [folder / "plain_text"]
-        found = next((f for f in (sorted(p.glob(f"{split}-*-of-*.parquet")) for p in places) if f), [])
-    if not found:
-        raise InputError(missing(source, split, folder))
-    _all_shards(found, split)
-    return found
+        # Directly in the folder as ``get`` writes them, or in the subfolders that the hub uses.
+        places = [folder / name for name in ("", "data", source.config or "", "plain_text")]
+        found = (sorted(place.glob(f"{split}-*-of-*.parquet")) for place in places)
+        files = next(filter(None, found), [])
+    if not files:
+        raise InputError(_how_to_get(source, split, folder))
+    _check_complete(files, split)
+    return files
 
 
-def missing(source: Source, split: str, folder: Path) -> str:
-    """What to do about a data set that is not there."""
-    get = f"`fadamgc data get {source.name}`, or " if source.hub else ""
+def _how_to_get(source: Source, split: str, folder: Path) -> str:
+    """Return the message for a data set whose files are missing."""
+    command = f"`fadamgc data get {source.name}`, or " if source.hub else ""
     layout = (
         "its signals as har.npz (x, y, subject, is_test)"
         if source.kind == "signals"
         else f"its parquet files ({split}-00000-of-00001.parquet, ...)"
     )
     return (
-        f"data={source.name!r}: there is no {split} part in {folder}; {get}"
+        f"data={source.name!r}: there is no {split} part in {folder}; {command}"
         f"download {source.where()} and put {layout} there, "
         f"or say where they are: --data-root FOLDER or {VARIABLE}=FOLDER"
     )
 
 
-def _all_shards(files: list[Path], split: str) -> None:
+def _check_complete(files: list[Path], split: str) -> None:
     """Refuse a split of which some files are missing."""
-    there = {file.name for file in files}
+    present = {file.name for file in files}
     count = files[0].stem.rpartition("-of-")[2]
     if count.isdigit():
-        wanted = [f"{split}-{i:05d}-of-{count}.parquet" for i in range(int(count))]
-        absent = [name for name in wanted if name not in there]
-        if absent:
-            raise InputError(f"{files[0].parent}: {', '.join(absent)} is missing; download the files again")
+        expected = (f"{split}-{i:05d}-of-{count}.parquet" for i in range(int(count)))
+        missing = list(islice((name for name in expected if name not in present), 10))
+        if missing:
+            raise InputError(f"{files[0].parent}: {', '.join(missing)} is missing; download the files again")
 
 
 def get(source: Source, say: Callable[[str], object] = print, root: Path | None = None) -> Path:
-    """Download a data set from the hub into the data root, in the layout that is read from there."""
-    from fadamgc.files import make_folder
-
+    """Download a data set from the hub into the data root, in the layout that ``files_of`` expects."""
+    folder = (root or data_root()) / source.name
     if source.hub is None:
         raise InputError(
             f"data={source.name!r} is not on the hub; download {source.where()} "
-            f"and put it into {(root or data_root()) / source.name} as har.npz (x, y, subject, is_test)"
+            f"and put it into {folder} as har.npz (x, y, subject, is_test)"
         )
     try:
         from datasets import load_dataset
     except ImportError:
         raise InputError("downloading needs the package datasets; pip install 'fadamgc[data]'") from None
-    folder = (root or data_root()) / source.name
     if folder.is_relative_to(cache_folder()):
         make_private(cache_folder())
     make_folder(folder)
     for split in source.splits:
         say(f"{source.hub}: {split}")
+        scratch = folder / f".{split}.parquet"
         try:
-            part = load_dataset(source.hub, source.config, split=split)
-            scratch = folder / f".{split}.parquet"
-            part.to_parquet(str(scratch))
+            load_dataset(source.hub, source.config, split=split).to_parquet(str(scratch))
         except Exception as error:  # the hub's client raises many kinds
             raise InputError(
-                f"{source.hub} cannot be downloaded: {str(error).strip().splitlines()[0]}; "
-                f"{missing(source, split, folder)}"
+                f"{source.hub} cannot be downloaded: {first_line(error)}; "
+                + _how_to_get(source, split, folder)
             ) from error
         os.replace(scratch, folder / f"{split}-00000-of-00001.parquet")
     return folder

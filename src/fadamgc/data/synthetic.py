@@ -1,6 +1,6 @@
 """Least-squares problems whose optimum is known in closed form.
 
-Client i holds X_i (m_i, d) and Y_i (m_i, 1), its objective is f_i(w) = 0.5 * mean((X_i w - Y_i)^2), and
+Client i has X_i (m_i, d) and Y_i (m_i, 1), its objective is f_i(w) = 0.5 * mean((X_i w - Y_i)^2), and
 the clients together minimise f(w) = mean_i f_i(w). Everything is float64.
 """
 
@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from fadamgc.data.partition import check_integer, check_number, generator
-from fadamgc.errors import InputError, shown
+from fadamgc.data.partition import generator
+from fadamgc.errors import InputError, counts, finite, shown
 from fadamgc.runtime import check_room
 
 STREAM = 0x73796E74  # "synt" in ASCII
@@ -29,29 +29,27 @@ class Synthetic(NamedTuple):
 def quadratics(
     clients: int = 10, dim: int = 20, seed: int = 0, condition: float = 10.0, spread: float = 1.0
 ) -> Synthetic:
-    """f_i(w) = 0.5 (w - c_i)^T diag(a_i) (w - c_i): other curvatures and other minimisers for each client.
+    """Return f_i(w) = 0.5 (w - c_i)^T diag(a_i) (w - c_i): each client has its own a_i and c_i.
 
     As least squares: X_i = diag(sqrt(d a_i)) and Y_i = X_i c_i, so a client has d samples and all of
-    them are needed to see f_i.
+    them are needed to compute f_i.
 
     Args:
         clients: number of clients.
         dim: number of parameters d.
         seed: the same seed gives the same problem.
         condition: curvatures a_i are log-uniform in [1, condition].
-        spread: standard deviation of the minimisers c_i; 0 makes every client agree on w = 0.
+        spread: standard deviation of the minimisers c_i; with 0 all clients have the minimiser w = 0.
 
     >>> quadratics(clients=3, dim=2).clients[0][0].shape
     torch.Size([2, 2])
     """
-    check_integer("clients", clients, 1)
-    check_integer("dim", dim, 1)
-    check_number("condition", condition, 1)
-    check_number("spread", spread, 0)
+    counts(clients=clients, dim=dim)
+    condition, spread = finite("condition", condition, 1), finite("spread", spread, 0)
     check_room(f"clients={clients} with dim={dim}", 8 * int(clients) * int(dim) ** 2)
     rng = generator(seed, STREAM)
-    a = float(condition) ** rng.random((clients, dim))
-    c = float(spread) * rng.standard_normal((clients, dim))
+    a = condition ** rng.random((clients, dim))
+    c = spread * rng.standard_normal((clients, dim))
 
     root = np.sqrt(dim * a)
     X = [np.diag(row) for row in root]
@@ -67,27 +65,25 @@ def linear_regression(
     heterogeneity: float = 1.0,
     noise: float = 0.1,
 ) -> Synthetic:
-    """Noisy linear targets with a ground truth and a scaling of the features of each client's own.
+    """Return noisy linear targets; each client has its own ground truth and scaling of the features.
 
     Y_i = X_i (w + heterogeneity * u_i) + noise * e_i, with w, u_i, e_i standard normal; the columns of X_i
     are normal with standard deviations log-uniform in [1/2, 2].
 
     Args:
         clients: number of clients.
-        dim: number of parameters d; there must be at least as many samples in all.
-        samples: samples of each client, or (low, high) to draw each client's number from low..high.
+        dim: number of parameters d, at most the total number of samples.
+        samples: number of samples per client, or (low, high) to draw each client's number from low..high.
         seed: the same seed gives the same problem.
-        heterogeneity: how far the clients' ground truths are apart.
+        heterogeneity: standard deviation of the clients' ground truths around w.
         noise: standard deviation of the noise in the targets.
 
     >>> X, Y = linear_regression(dim=3, samples=40).clients[0]
     >>> X.shape, Y.shape
     (torch.Size([40, 3]), torch.Size([40, 1]))
     """
-    check_integer("clients", clients, 1)
-    check_integer("dim", dim, 1)
-    check_number("heterogeneity", heterogeneity, 0)
-    check_number("noise", noise, 0)
+    counts(clients=clients, dim=dim)
+    heterogeneity, noise = finite("heterogeneity", heterogeneity, 0), finite("noise", noise, 0)
     low, high = _range(samples)
     check_room(f"dim={dim}", 8 * int(dim) ** 2)
     check_room(f"clients={clients} with samples={samples!r}", 8 * int(clients) * int(low) * int(dim))
@@ -96,7 +92,7 @@ def linear_regression(
     total = sum(sizes.tolist())
     if total < dim:
         raise InputError(
-            f"samples={samples!r} over clients={clients} are {total} in all; dim={dim} needs at least "
+            f"samples={samples!r} over clients={clients} are {total} in total; dim={dim} needs at least "
             f"{dim}, or the optimum is not unique"
         )
     check_room(f"clients={clients} with samples={samples!r}", 8 * total * int(dim))
@@ -104,11 +100,11 @@ def linear_regression(
     w = rng.standard_normal((dim, 1))
     X, Y = [], []
     for size in sizes:
-        w_i = w + float(heterogeneity) * rng.standard_normal((dim, 1))
+        w_i = w + heterogeneity * rng.standard_normal((dim, 1))
         scale = 4.0 ** rng.uniform(-0.5, 0.5, dim)
         X_i = scale * rng.standard_normal((size, dim))
         X.append(X_i)
-        Y.append(X_i @ w_i + float(noise) * rng.standard_normal((size, 1)))
+        Y.append(X_i @ w_i + noise * rng.standard_normal((size, 1)))
 
     A = sum(X_i.T @ X_i / len(X_i) for X_i in X)
     b = sum(X_i.T @ Y_i / len(X_i) for X_i, Y_i in zip(X, Y, strict=True))
@@ -126,8 +122,11 @@ def _synthetic(X: list[np.ndarray], Y: list[np.ndarray], optimum: np.ndarray) ->
 
 def _range(samples: int | tuple[int, int]) -> tuple[int, int]:
     low, high = samples if isinstance(samples, (tuple, list)) and len(samples) == 2 else (samples, samples)
-    check_integer("samples", low, 1)
-    check_integer("samples", high, 1)
+    counts(samples=low)
+    counts(samples=high)
     if low > high:
-        raise InputError(f"samples={shown(samples)}; accepted are an integer or (low, high) with low <= high")
+        raise InputError(
+            f"samples={shown(samples)} is not accepted; it must be a whole number or "
+            "(low, high) with low <= high"
+        )
     return low, high

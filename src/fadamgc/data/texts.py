@@ -1,24 +1,24 @@
-"""Data sets of texts: those that are known by name, and one's own as parquet or CSV."""
+"""Texts and their labels: from known data sets, and from your own parquet or CSV files."""
 
 from __future__ import annotations
 
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from fadamgc.data import parquet
-from fadamgc.data.sources import Source, files_of, source
-from fadamgc.errors import InputError, cut, shown
+from fadamgc.data.sources import files_of_kind
+from fadamgc.data.tables import Rows, read_csv, read_parquet
+from fadamgc.errors import InputError
 
 log = logging.getLogger("fadamgc")
 
-HEADER = re.compile(r"[A-Za-z][\w-]*: ")  # how most posts begin that have their headers
+HEADER = re.compile(r"[A-Za-z][\w-]*: ")  # the start of most posts that have headers
 
 
 class Texts(NamedTuple):
@@ -29,94 +29,85 @@ class Texts(NamedTuple):
     y: npt.NDArray[np.int64]
 
     def rows(self, numbers: npt.NDArray[np.int64]) -> Texts:
-        """Some of them."""
-        first, second = (
-            None if part is None else [part[i] for i in numbers] for part in (self.first, self.second)
-        )
-        assert first is not None
-        return Texts(first, second, self.y[numbers])
+        """Return the texts and labels of some rows."""
+        second = None if self.second is None else [self.second[i] for i in numbers]
+        return Texts([self.first[i] for i in numbers], second, self.y[numbers])
 
 
-def load(
-    name: str, split: str, root: Path | None = None, progress: Callable[[int], object] | None = None
-) -> Texts:
-    """One part of a known data set.
+def load(name: str, split: str, root: Path | None = None) -> Texts:
+    """Read one part of a known data set.
 
-    Of newsgroup posts, headers, footers and quotes are taken away, because they give the label away; posts of
-    which nothing stays are left out.
+    From newsgroup posts, headers, footers and quoted text are removed because they reveal the label; posts
+    that become empty are dropped.
 
     Args:
         name: of the data set.
         split: "train" or "test".
-        root: the data root; None is where ``data_root`` says.
-        progress: told how many rows have been read.
+        root: the data root; None is ``data_root()``.
     """
-    known = source(name)
-    if known.kind != "texts":
-        raise InputError(f"data={name!r} is a set of {known.kind}, not of texts")
-    files = files_of(known, known.splits[0 if split == "train" else 1], root)
-    rows = _checked(parquet.read(files, (*known.inputs, known.label)), known)
-    found = collect(rows, known.inputs, known.label, files[0].parent, progress)
-    return without_headers(found) if known.name == "20_newsgroups" else found
+    source, files = files_of_kind(name, "texts", split, root)
+    rows = read_parquet(files, (*source.inputs, source.label))
+    newsgroups = name == "20_newsgroups"  # some posts of its copies are already empty
+    texts = _collect(rows, source.inputs, source.label, files[0].parent, source.classes, newsgroups)
+    return without_headers(texts) if newsgroups else texts
 
 
 def read(path: str | Path, columns: Sequence[str], label: str, field: str = "data") -> Texts:
-    """Texts of one's own.
+    """Read texts from your own file.
 
     Args:
         path: a .parquet or .csv file.
-        columns: of the texts; one, or two for pairs.
-        label: the column of labels, whole numbers from 0.
-        field: what the path is called in messages.
+        columns: names of the columns of texts: one, or two for pairs.
+        label: name of the column of labels, which are whole numbers from 0.
+        field: the name of the path in messages.
     """
-    given, path = path, Path(os.path.expanduser(path))
+    file = Path(os.path.expanduser(path))
     if len(columns) not in (1, 2):
         raise InputError(f"columns={list(columns)} is not accepted; give one column of texts, or two")
-    if not path.is_file():
-        raise InputError(f"{field}={str(given)!r} {'is no file' if path.exists() else 'does not exist'}")
-    kind = path.suffix.lower()
-    if kind == ".parquet":
-        rows = parquet.read([path], (*columns, label))
-    elif kind == ".csv":
-        rows = _csv(path, columns, label)
-    else:
-        raise InputError(f"{field}={str(given)!r} is neither a .parquet nor a .csv file")
-    return collect(rows, columns, label, path)
+    if not file.is_file():
+        raise InputError(f"{field}={str(path)!r} {'is not a file' if file.exists() else 'does not exist'}")
+    match file.suffix.lower():
+        case ".parquet":
+            rows = read_parquet([file], (*columns, label))
+        case ".csv":
+            rows = read_csv(file, columns, label)
+        case _:
+            raise InputError(f"{field}={str(path)!r} is neither a .parquet nor a .csv file")
+    return _collect(rows, columns, label, file)
 
 
-def collect(
-    rows: Iterator[parquet.Rows],
+def _collect(
+    batches: Iterator[Rows],
     columns: Sequence[str],
     label: str,
     place: Path,
-    progress: Callable[[int], object] | None = None,
+    classes: int | None = None,
+    skip_empty: bool = False,
 ) -> Texts:
-    """The texts of all rows; one that is empty or none is refused."""
-    texts: list[list[str]] = [[] for _ in columns]
-    y: list[npt.NDArray[np.int64]] = []
-    for some in rows:
-        file = some.file
-        for column, found in zip(columns, texts, strict=True):
-            for i, text in enumerate(parquet.values(some, column)):
-                if not isinstance(text, str):
-                    raise InputError(
-                        f"{file}: row {some.first + i} has {column}={shown(text)}, which is not a text"
-                    )
+    """Return the texts of all rows; refuse or skip rows with an empty text."""
+    parts: list[list[str]] = [[] for _ in columns]
+    labels: list[npt.NDArray[np.int64]] = []
+    for rows in batches:
+        y = rows.labels(label, classes)
+        texts = [rows.texts(column) for column in columns]
+        if skip_empty:
+            full = [i for i in range(len(y)) if all(values[i].strip() for values in texts)]
+            y, texts = y[full], [[values[i] for i in full] for values in texts]
+        for column, values, part in zip(columns, texts, parts, strict=True):
+            for row, text in enumerate(values, rows.first):
                 if not text.strip():
-                    raise InputError(f"{file}: row {some.first + i} has an empty text in {column!r}")
-                found.append(text)
-        y.append(parquet.labels(some, label, None))
-        if progress is not None:
-            progress(len(texts[0]))
-    if not texts[0]:
+                    raise InputError(f"{rows.file}: row {row} has an empty text in {column!r}")
+            part += values
+        labels.append(y)
+    if not parts[0]:
         raise InputError(f"{place}: there are no rows of texts; is it the right one?")
-    return Texts(texts[0], texts[1] if len(texts) > 1 else None, np.concatenate(y))
+    return Texts(parts[0], parts[1] if len(parts) > 1 else None, np.concatenate(labels))
 
 
 def without_headers(texts: Texts) -> Texts:
-    """Newsgroup posts without headers, footers and quotes; those of which nothing stays are left out.
+    """Remove headers, footers and quoted text from newsgroup posts; drop posts that become empty.
 
-    Where most posts do not begin with a header, this has been done already, and all stay as they are.
+    If most posts do not begin with a header, they have been cleaned before and stay as they are.
     """
     from sklearn.datasets._twenty_newsgroups import (
         strip_newsgroup_footer,
@@ -124,51 +115,14 @@ def without_headers(texts: Texts) -> Texts:
         strip_newsgroup_quoting,
     )
 
-    def bare(post: str) -> str:
+    def clean(post: str) -> str:
         return str(strip_newsgroup_footer(strip_newsgroup_quoting(strip_newsgroup_header(post))))
 
-    whole = 2 * sum(HEADER.match(post) is not None for post in texts.first) > len(texts.first)
-    posts = [(bare(post) if whole else post).strip() for post in texts.first]
+    with_header = sum(HEADER.match(post) is not None for post in texts.first)
+    complete = 2 * with_header > len(texts.first)
+    posts = [(clean(post) if complete else post).strip() for post in texts.first]
     kept = [i for i, post in enumerate(posts) if post]
     if len(kept) < len(posts):
-        log.info(
-            "%d of %d posts are nothing but headers, footers and quotes", len(posts) - len(kept), len(posts)
-        )
+        dropped = len(posts) - len(kept)
+        log.info("%d of %d posts are nothing but headers, footers and quotes", dropped, len(posts))
     return Texts([posts[i] for i in kept], None, texts.y[kept])
-
-
-def _checked(rows: Iterator[parquet.Rows], known: Source) -> Iterator[parquet.Rows]:
-    for some in rows:
-        parquet.labels(some, known.label, known.classes)
-        if known.name == "20_newsgroups":  # some are empty after an earlier removal of headers
-            texts = parquet.values(some, known.inputs[0])
-            keep = [i for i, text in enumerate(texts) if not isinstance(text, str) or text.strip()]
-            some = some._replace(columns={name: column.take(keep) for name, column in some.columns.items()})
-        yield some
-
-
-def _csv(path: Path, columns: Sequence[str], label: str) -> Iterator[parquet.Rows]:
-    try:
-        import pyarrow as pa
-        from pyarrow import csv
-    except ImportError:
-        raise InputError("reading texts needs pyarrow; pip install 'fadamgc[data]'") from None
-    try:
-        table: Any = csv.read_csv(
-            path,
-            read_options=csv.ReadOptions(block_size=min(max(path.stat().st_size, 1 << 20), (1 << 31) - 1)),
-            parse_options=csv.ParseOptions(newlines_in_values=True),
-            convert_options=csv.ConvertOptions(  # a text may look like a number or a date
-                strings_can_be_null=False, column_types=dict.fromkeys(columns, pa.string())
-            ),
-        )
-        names = table.column_names
-    except (pa.ArrowException, UnicodeDecodeError, OSError) as error:
-        said = str(error).strip().splitlines()[0]
-        more = "; save it as UTF-8" if "utf" in said.lower() else ""
-        raise InputError(f"{path} cannot be read as CSV: {said}{more}") from None
-    for column in (*columns, label):
-        if names.count(column) != 1:
-            what = "no column" if column not in names else "more than one column"
-            raise InputError(f"{path}: there is {what} {column!r}; it has {cut(', '.join(names))}")
-    yield parquet.Rows(path, 0, {name: table.column(name) for name in (*columns, label)})

@@ -20,13 +20,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fadamgc.errors import CheckpointError, InputError, UnwritableError
+from fadamgc.bundle import has_bundle
+from fadamgc.errors import CheckpointError, CheckpointInUseError, InputError, UnwritableError
 from fadamgc.escape import printable
 from fadamgc.experiments.planned_run import REPORT, PlannedRun
 from fadamgc.experiments.spec.sections import STEPS, MethodSpec, Spec
 from fadamgc.experiments.spec.toml_io import load_spec
 from fadamgc.federation.run import Run, read_run
-from fadamgc.files import LOCK, has_bundle, hold, make_folder, write_atomic
+from fadamgc.files import LOCK, lock, make_folder, write_atomic
 
 SPEC = "spec.toml"
 PARTITION = "partition.png"
@@ -167,11 +168,14 @@ class ExperimentFolder:
         """Lock the folder, so that no other process writes an experiment into it at the same time."""
         with ExitStack() as stack:
             with suppress(UnwritableError):  # make_ready() says what is wrong with the folder
-                if not stack.enter_context(hold(self.path)):
+                make_folder(self.path)
+                try:
+                    stack.enter_context(lock(self.path))
+                except CheckpointInUseError:
                     raise InputError(
                         f"out={str(self.path)!r} is being written by another fadamgc; wait for it, or give "
                         "another folder"
-                    )
+                    ) from None
             yield
 
     def make_ready(self, resume: bool, overwrite: bool) -> None:

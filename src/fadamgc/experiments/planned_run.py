@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from fadamgc.algorithm import AnyAlgorithm
+from fadamgc.bundle import has_bundle
 from fadamgc.errors import CheckpointError
 from fadamgc.escape import printable
 from fadamgc.experiments.spec.sections import CostSpec, MethodSpec, RunSpec, Spec
 from fadamgc.federation.run import Run, read_run, sound
-from fadamgc.files import as_json, has_bundle, write_atomic
+from fadamgc.files import as_json, write_atomic
 from fadamgc.methods import algorithm_class, algorithms
 from fadamgc.tasks.sections import CustomTask, TaskSpec, task_spec
 from fadamgc.toml import frozen

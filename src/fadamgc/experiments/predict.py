@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from fadamgc.data.sources import data_root, source
-from fadamgc.data.texts import Texts
 from fadamgc.errors import InputError, nearest
 from fadamgc.experiments.folder import RUNS
 from fadamgc.experiments.planned_run import ADAPTER, IDENTITY
@@ -55,9 +53,9 @@ def predict(
         raise InputError(f"{error}; if it is a folder that has moved, give its path with --base") from None
     model = TextClassifier(loaded.net, loaded.tokenizer.pad_token_id).eval()
     length = task.length if loaded.positions is None else min(task.length, loaded.positions)
-    texts = Texts([first], None if second is None else [second], np.zeros(1, dtype=np.int64))
+    tokens = encode(loaded.tokenizer, [first], None if second is None else [second], length)
     with torch.no_grad():
-        probabilities = torch.softmax(model(encode(loaded.tokenizer, texts, length))[0], dim=0).tolist()
+        probabilities = torch.softmax(model(tokens)[0], dim=0).tolist()
     return dict(sorted(zip(labels_of(task.data), probabilities, strict=True), key=lambda pair: -pair[1]))
 
 

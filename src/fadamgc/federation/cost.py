@@ -17,14 +17,15 @@ from torch import Tensor
 
 from fadamgc.algorithm import AnyAlgorithm, example, stand_in
 from fadamgc.errors import InputError, real, shown
+from fadamgc.tree import leaves
 
-LEAST_MBPS, MOST_SECONDS = 1e-9, 1e9  # beyond these, minutes are no numbers any more
+SLOWEST_MBPS, LONGEST_SECONDS = 1e-9, 1e9  # beyond these, minutes would overflow
 
 PerClient = float | tuple[float, ...]
 
 
 class Work(NamedTuple):
-    """What clients did at the same time: one entry a client in each field."""
+    """What clients did at the same time: one entry per client in each field."""
 
     clients: tuple[int, ...]
     steps: tuple[int, ...]  # gradient evaluations
@@ -37,16 +38,16 @@ class Traffic(NamedTuple):
 
     down: int
     up: int  # sent by every sampled client
-    up_tracked: int  # sent beside that by a tracked client
+    up_tracked: int  # sent in addition by a tracked client
 
     def work(self, clients: Sequence[int], tracked: Sequence[int], steps: Sequence[int]) -> Work:
-        """The work of a round in which these clients took part."""
-        chosen = set(tracked)
+        """Return the work of a round in which these clients took part."""
+        tracking = set(tracked)
         return Work(
             clients=tuple(clients),
             steps=tuple(steps),
             down=(self.down,) * len(clients),
-            up=tuple(self.up + (self.up_tracked if i in chosen else 0) for i in clients),
+            up=tuple(self.up + (self.up_tracked if i in tracking else 0) for i in clients),
         )
 
 
@@ -56,7 +57,7 @@ def traffic(
     dtype: torch.dtype = torch.float32,
     buffers: Mapping[str, Tensor] | None = None,
 ) -> Traffic:
-    """Bytes that an algorithm sends for a model of d numbers, found by asking it for its messages.
+    """Return the bytes that an algorithm sends for a model of d numbers, from an example of its messages.
 
     Buffers travel with the model, both ways.
 
@@ -66,12 +67,12 @@ def traffic(
     """
     _, down, _, _, up = example(algorithm, stand_in(d, dtype))
     extra = sum(_bytes(b) for b in (buffers or {}).values())
-    always = [f for f in up._fields if f not in algorithm.tracked_only]
-    sometimes = [f for f in up._fields if f in algorithm.tracked_only]
+    sizes = {name: sum(map(_bytes, leaves(part))) for name, part in up._asdict().items()}
+    tracked = sum(size for name, size in sizes.items() if name in algorithm.tracked_only)
     return Traffic(
-        down=sum(_bytes(t) for t in down) + extra,
-        up=sum(_bytes(getattr(up, f)) for f in always) + extra,
-        up_tracked=sum(_bytes(getattr(up, f)) for f in sometimes),
+        down=sum(map(_bytes, leaves(down))) + extra,
+        up=sum(sizes.values()) - tracked + extra,
+        up_tracked=tracked,
     )
 
 
@@ -81,16 +82,16 @@ def _bytes(t: Tensor) -> int:
 
 @dataclass(frozen=True)
 class CostModel:
-    """Seconds of a round from what its clients did.
+    """Computes the seconds of a round from what its clients did.
 
     Each client takes ``latency + bits down / down_mbps + bits up / up_mbps + steps * seconds_per_step``;
     the round takes the mean of that over its clients (the paper's reading) or the slowest client's.
 
     Args:
-        down_mbps: link speed from the server, in millions of bits a second; math.inf is free.
+        down_mbps: link speed from the server, in millions of bits per second; math.inf is free.
         up_mbps: link speed to the server.
         seconds_per_step: time of one local gradient step.
-        latency: seconds a round beside that.
+        latency: additional seconds per round.
         per_round: "mean" or "slowest".
 
     The first four may be one number, or one for each client of the task.
@@ -120,8 +121,8 @@ class CostModel:
                 )
             for entry in value if isinstance(value, tuple) else (value,):
                 number = real(entry)
-                if number is None or not (number >= LEAST_MBPS if link else 0 <= number <= MOST_SECONDS):
-                    accepted = f">= {LEAST_MBPS:g}" if link else f"with 0 <= value <= {MOST_SECONDS:g}"
+                if number is None or not (number >= SLOWEST_MBPS if link else 0 <= number <= LONGEST_SECONDS):
+                    accepted = f">= {SLOWEST_MBPS:g}" if link else f"with 0 <= value <= {LONGEST_SECONDS:g}"
                     raise InputError(
                         f"CostModel.{field.name}={shown(entry)} is not accepted; "
                         f"it must be a number {accepted}"
@@ -132,7 +133,7 @@ class CostModel:
             )
 
     def check(self, n: int) -> None:
-        """Refuse a model that has not one entry for each of n clients where it has several."""
+        """Refuse a cost model whose number of entries is neither one nor n."""
         for field in fields(self)[:4]:
             value = getattr(self, field.name)
             if isinstance(value, tuple) and len(value) != n:
@@ -142,7 +143,7 @@ class CostModel:
                 )
 
     def seconds(self, work: Work) -> float:
-        """Seconds that one round, or one exchange before the first, takes."""
+        """Return the seconds of one round, or of the exchange before the first round."""
         if not work.clients:
             return 0.0
         each = (

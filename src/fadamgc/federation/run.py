@@ -1,4 +1,4 @@
-"""What a simulation leaves behind: states, history, and the questions one asks of them."""
+"""The result of a run: states, history, and questions about them."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from fadamgc.algorithm import AnyAlgorithm, example
+from fadamgc.bundle import LazyTensor, read_bundle, write_bundle
 from fadamgc.errors import CheckpointError, FadamgcError, InputError, cut, shown, whole
 from fadamgc.federation.client_states import ClientStates
 from fadamgc.federation.cost import CostModel, Work
-from fadamgc.federation.problem import Buffers
-from fadamgc.files import LazyTensor, read_bundle, write_bundle
+from fadamgc.federation.functions import Buffers
 from fadamgc.flat import Flat
 from fadamgc.methods import algorithms, make_algorithm
 from fadamgc.task import Task
+from fadamgc.tree import from_names, leaves, named_leaves, names
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -56,7 +57,7 @@ class Record:
     def of(
         cls, t: int, evaluation: Mapping[str, float], work: tuple[Work, ...], cost: CostModel, **others: Any
     ) -> Record:
-        """The record of round t from its evaluation (empty if there was none) and its priced work."""
+        """Make the record of round t from its evaluation (empty if there was none) and its work."""
         return cls(
             round=t,
             test_loss=evaluation.get("test_loss"),
@@ -70,18 +71,18 @@ class Record:
         )
 
     def priced(self, cost: CostModel) -> Record:
-        """The same round under another cost model."""
+        """Return the same round under another cost model."""
         return dataclasses.replace(self, simulated_seconds=sum(cost.seconds(w) for w in self.work))
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data; a column of equal numbers becomes one number."""
+        """Return plain data; a column of equal numbers becomes one number."""
         plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         plain["work"] = [{key: _shorten(column) for key, column in w._asdict().items()} for w in self.work]
         return plain
 
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> Record:
-        """The inverse of ``to_json``."""
+        """Return the record of plain data; the inverse of ``to_json``."""
         values = dict(plain)
         for name in ("sampled", "tracked", "dropped"):
             values[name] = _numbers(values[name])
@@ -122,7 +123,7 @@ class Run:
         server: the server's state.
         clients: the clients' states, ``clients[i].y`` and so on.
         buffers: the averaged buffers of the model.
-        history: one Record a round.
+        history: one Record per round.
         settings: everything that determines the run, as plain data.
         environment: versions and machine that made it.
         cost: the cost model behind ``simulated_seconds``.
@@ -164,7 +165,7 @@ class Run:
         return module
 
     def record_at(self, target: float) -> Record | None:
-        """The first record whose metric reaches the target, or None."""
+        """Return the first record whose metric reaches the target, or None."""
         for record in self.history:
             value = record.test_metric
             if value is None or not math.isfinite(value):
@@ -174,12 +175,12 @@ class Run:
         return None
 
     def rounds_to(self, target: float) -> int | None:
-        """Rounds until the task's metric first reached the target, or None if it never did."""
+        """Return the rounds until the task's metric first reached the target, or None if it never did."""
         record = self.record_at(target)
         return None if record is None else record.round
 
     def minutes_to(self, target: float, cost: CostModel | None = None) -> float | None:
-        """Simulated minutes until then, by the run's cost model or by another."""
+        """Return the simulated minutes until then, by the run's cost model or by another."""
         rounds = self.rounds_to(target)
         if rounds is None:
             return None
@@ -187,24 +188,24 @@ class Run:
         return sum(record.simulated_seconds for record in history if record.round <= rounds) / 60
 
     def reprice(self, cost: CostModel) -> Run:
-        """The same run under another cost model, without running it again."""
+        """Return the same run under another cost model, without running it again."""
         if cost == self.cost:
             return self
         return dataclasses.replace(self, history=[r.priced(cost) for r in self.history], cost=cost)
 
     def to_pandas(self) -> pd.DataFrame:
-        """The history as a table, one row a round."""
+        """Return the history as a table, one row per round."""
         import pandas as pd
 
         names = [f.name for f in dataclasses.fields(Record) if f.name != "work"]
         return pd.DataFrame([{name: getattr(r, name) for name in names} for r in self.history], columns=names)
 
     def save(self, path: str | Path, *, states: bool = True) -> None:
-        """Write the run into a folder, replacing a run that is there; ``load_run`` reads it back.
+        """Write the run into a folder, replacing an earlier run; ``load_run`` reads it back.
 
         Args:
             path: the folder.
-            states: False leaves out the states, for records that are to stay small.
+            states: False omits the states, for small records.
         """
         if states and self.server is None:
             raise FadamgcError("this run was saved without its states; pass states=False to save its records")
@@ -219,11 +220,9 @@ def write_run(folder: Path, run: Run, *, states: bool = True) -> None:
     tensors: dict[str, Tensor | LazyTensor] = {}
     if states:
         tensors |= server_tensors(run)
-        initial = run.clients.initial
         for i in run.clients.participants:
-            for field in initial._fields:
-                read = partial(_read_field, run.clients, i, field)
-                tensors[f"client.{i}.{field}"] = LazyTensor(getattr(initial, field), read)
+            for k, (name, like) in enumerate(named_leaves(run.clients.initial, f"client.{i}").items()):
+                tensors[name] = LazyTensor(like, partial(_read_leaf, run.clients, i, k))
     content = described(run) | {
         "participants": run.clients.participants,
         "has_states": states,
@@ -232,9 +231,8 @@ def write_run(folder: Path, run: Run, *, states: bool = True) -> None:
     write_bundle(folder, NAME, content, tensors)
 
 
-def _read_field(clients: ClientStates, i: int, field: str) -> Tensor:
-    tensor: Tensor = getattr(clients[i], field)
-    return tensor
+def _read_leaf(clients: ClientStates, i: int, k: int) -> Tensor:
+    return leaves(clients[i])[k]
 
 
 def read_run(folder: Path, task: Task | None = None) -> Run:
@@ -253,7 +251,7 @@ def read_run(folder: Path, task: Task | None = None) -> Run:
 
 
 def described(run: Run) -> dict[str, Any]:
-    """What a run is, without its states and its history."""
+    """Return the description of a run, without its states and its history."""
     return {
         "settings": run.settings,
         "environment": run.environment,
@@ -264,28 +262,28 @@ def described(run: Run) -> dict[str, Any]:
 
 
 def server_tensors(run: Run) -> dict[str, Tensor | LazyTensor]:
-    """The tensors of a run that are not a client's own."""
+    """Return the tensors of a run except those of its clients."""
     return {
-        **_pack("server", run.server),
-        **_pack("initial", run.clients.initial),
+        **named_leaves(run.server, "server"),
+        **named_leaves(run.clients.initial, "initial"),
         **{f"buffer.{key}": value for key, value in run.buffers.items()},
     }
 
 
 def unpack_server(algorithm: AnyAlgorithm | None, tensors: Mapping[str, Tensor]) -> tuple[Any, Any, Buffers]:
-    """Server, initial client state and buffers from the tensors of a run."""
+    """Return server, initial client state and buffers from the tensors of a run."""
     assert algorithm is not None
     like = example(algorithm, torch.empty(0))
     buffers = {k.removeprefix("buffer."): v for k, v in tensors.items() if k.startswith("buffer.")}
-    return _of_kind("server", like.server, tensors), _of_kind("initial", like.client, tensors), buffers
+    return from_names(like.server, tensors, "server"), from_names(like.client, tensors, "initial"), buffers
 
 
 def find_algorithm(
     folder: Path, body: Mapping[str, Any], given: AnyAlgorithm | None = None, expected: str | None = None
 ) -> AnyAlgorithm | None:
-    """The algorithm of a run; None if its class is not registered and the run has no states.
+    """Return the algorithm of a run; None if its class is not registered and the run has no states.
 
-    An algorithm that the caller gives, known there by the ``expected`` name, replaces a registered one.
+    An algorithm that the caller gives under the ``expected`` name replaces a registered one.
     """
     with sound(folder):
         name, values = str(body["settings"]["algorithm"]), body["settings"]["hyperparameters"]
@@ -309,7 +307,7 @@ def assembled(
     history: list[Record],
     task: Task | None = None,
 ) -> Run:
-    """The run that a bundle describes."""
+    """Return the run that a bundle describes."""
     settings, environment, goal = body["settings"], body["environment"], body["goal"]
     for value in (goal, settings["executor"], settings["task"], *environment.values()):
         if not isinstance(value, str):
@@ -324,7 +322,7 @@ def assembled(
 
 @contextmanager
 def sound(folder: Path, name: str | None = None) -> Iterator[None]:
-    """Refuse content that has the right digest and is nevertheless not what a run writes."""
+    """Refuse content whose digest is right but which no run has written."""
     where = folder if name is None else folder / f"{name}.json"
     try:
         yield
@@ -346,7 +344,7 @@ def sound(folder: Path, name: str | None = None) -> Iterator[None]:
 
 
 def client_count(body: Mapping[str, Any]) -> int:
-    """How many clients a run has."""
+    """Return the number of clients of a run."""
     return whole("n", body["n"], 1, 1 << 40)
 
 
@@ -354,28 +352,20 @@ def _client(i: Any, n: int) -> int:
     return whole("client", i, 0, n - 1)
 
 
-def _pack(prefix: str, state: Any) -> dict[str, Tensor]:
-    return {f"{prefix}.{field}": value for field, value in state._asdict().items()}
-
-
-def _of_kind(prefix: str, kind: Any, tensors: Mapping[str, Tensor]) -> Any:
-    return type(kind)(*(tensors[f"{prefix}.{field}"] for field in kind._fields))
-
-
 def unpack(prefix: str, like: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """A state from its tensors, which must have the types and shapes of another one."""
-    state = _of_kind(prefix, like, tensors)
-    for name, tensor, other in zip(like._fields, state, like, strict=True):
-        if tensor.shape != other.shape or tensor.dtype != other.dtype:
+    """Return the state in named tensors, which must have the types and shapes of ``like``."""
+    state = from_names(like, tensors, prefix)
+    for name, tensor, expected in zip(names(like), leaves(state), leaves(like), strict=True):
+        if tensor.shape != expected.shape or tensor.dtype != expected.dtype:
             raise ValueError(
-                f"{prefix}.{name} is {tensor.dtype} {tuple(tensor.shape)}, not {other.dtype} "
-                f"{tuple(other.shape)}"
+                f"{prefix}.{name} is {tensor.dtype} {tuple(tensor.shape)}, not {expected.dtype} "
+                f"{tuple(expected.shape)}"
             )
     return state
 
 
 def environment() -> dict[str, str]:
-    """Versions and machine, for the record."""
+    """Return versions and machine, for the record."""
     return {
         "fadamgc": version("fadamgc"),
         "torch": torch.__version__,

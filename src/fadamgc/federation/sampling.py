@@ -21,19 +21,19 @@ COHORT, BATCHES, FORWARD, GRADIENT, EVALUATION = range(5)
 
 
 def generator(seed: int, stream: int, *address: int) -> np.random.Generator:
-    """The random numbers that live at an address."""
+    """Return the random generator of an address."""
     return np.random.default_rng(_sequence(seed, stream, address))
 
 
 def torch_seed(seed: int, stream: int, *address: int) -> int:
-    """A seed for torch's own generator at an address (dropout and the like)."""
+    """Return a seed for torch's generator at an address (dropout and the like)."""
     return int(_sequence(seed, stream, address).generate_state(1, np.uint64)[0] >> 1)
 
 
 def _sequence(seed: int, stream: int, address: tuple[int, ...]) -> np.random.SeedSequence:
     numbers = [seed, stream, *address]
     if max(numbers) < 1 << 32:
-        return np.random.SeedSequence(np.array(numbers, dtype=np.uint32))  # the same, but quicker
+        return np.random.SeedSequence(np.array(numbers, dtype=np.uint32))  # the same sequence, made faster
     return np.random.SeedSequence(numbers)
 
 
@@ -45,7 +45,7 @@ class Draw(NamedTuple):
 
 
 def draw(seed: int, t: int, n: int, S: int, tracked: int) -> Draw:
-    """S of n clients, and ``tracked`` of those, uniformly without replacement.
+    """Draw S of n clients, and ``tracked`` of those, uniformly without replacement.
 
     >>> draw(seed=0, t=1, n=4, S=4, tracked=4)
     Draw(sampled=(0, 1, 2, 3), tracked=(0, 1, 2, 3))
@@ -69,7 +69,7 @@ class Batches:
         steps: how many there are, K.
         width: samples in a full batch, B.
         samples: of the client.
-        address: (seed, t, client) of the random orders; None: the client's own order, again and again.
+        address: (seed, t, client) of the random orders; None repeats the order of the client's data.
         period: batches per epoch, if the last batch of an epoch is smaller; 1 if all batches are full.
         last: samples in the last batch of an epoch.
     """
@@ -97,16 +97,16 @@ class Batches:
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
-        """What the sizes of all batches depend on: two that are equal have the same sizes."""
+        """A key for the sizes of all batches: equal keys mean equal sizes."""
         return self.steps, self.width, self.period, self.last
 
     def size_of(self, first: int, last: int) -> NDArray[np.int64]:
-        """Samples in each of the batches first .. last - 1."""
+        """Return the number of samples in each of the batches first .. last - 1."""
         ends = np.arange(first + 1, last + 1) % self.period == 0
         return np.where(ends, self.last, self.width)
 
     def __iter__(self) -> Iterator[NDArray[np.int64]]:
-        """Positions in the client's own data, batch by batch."""
+        """Yield positions in the client's data, batch by batch."""
         read, some = self.reader(), max(1, POSITIONS // self.width)
         for first in range(0, self.steps, some):
             last = min(first + some, self.steps)
@@ -115,7 +115,7 @@ class Batches:
                 yield rows[:size]
 
     def reader(self) -> Callable[[int], NDArray[np.int64]]:
-        """A function that gives the next k batches, (k, B); short ones are padded with valid positions."""
+        """Return a function that reads the next k batches, (k, B); short ones are padded."""
         orders = self._orders()
         rest = np.empty(0, dtype=np.int64)
 
@@ -132,7 +132,7 @@ class Batches:
         return read
 
     def _orders(self) -> Iterator[NDArray[np.int64]]:
-        """The client's data in a fresh order, again and again, padded to whole batches after an epoch."""
+        """Yield orders of the client's data, one per epoch, padded to whole batches."""
         everything = np.arange(self.samples, dtype=np.int64)
         if self.address is None:
             yield from repeat(np.tile(everything, max(1, SMALL // self.samples)))
@@ -156,7 +156,7 @@ class Batches:
 
 
 def steps_of(samples: int, batch_size: int | None, local_steps: int | None, local_epochs: int | None) -> int:
-    """How many local steps K a client with that many samples takes in a round."""
+    """Return the number of local steps K that a client with that many samples takes in a round."""
     if local_steps is not None:
         return local_steps
     assert local_epochs is not None
@@ -172,12 +172,12 @@ def batches(
     local_steps: int | None,
     local_epochs: int | None = None,
 ) -> Batches:
-    """The batches of a client in round t.
+    """Return the batches of a client in round t.
 
-    With ``local_steps`` the client walks through its data in a fresh random order, again and again,
-    until K full batches are made. With ``local_epochs`` every epoch is a fresh order cut into batches,
+    With ``local_steps`` the client goes through its data in fresh random orders until K full batches are
+    made. With ``local_epochs`` every epoch is a fresh order cut into batches,
     the last of which may be smaller. A client with no more data than a batch uses all of it in every
-    step, in its own order.
+    step, in the order of its data.
     """
     K = steps_of(samples, batch_size, local_steps, local_epochs)
     if batch_size is None or samples <= batch_size:

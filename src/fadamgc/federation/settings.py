@@ -1,28 +1,47 @@
-"""The settings of a simulation, checked before any work is done."""
+"""The settings of a federated run: what determines its trajectory besides algorithm and task."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from operator import index
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from fadamgc.algorithm import AnyAlgorithm
-from fadamgc.errors import InputError, real, shown, whole
-from fadamgc.federation.sampling import Draw, draw, steps_of
+from fadamgc.errors import InputError, listed, real, shown, whole
+from fadamgc.federation.sampling import Batches, Draw, batches, draw, steps_of
 from fadamgc.task import DTYPES
 
-MOST = 2**53  # rounds, clients, steps, samples: what is counted in floats as well
-MOST_SEED = 2**128 - 1
-LEAST_WEIGHT = 1e-30  # of the mean weight: what a client sends is multiplied by it, in float32
+LARGEST_COUNT = 2**53  # rounds, clients, steps, samples: they are also counted in floats
+LARGEST_SEED = 2**128 - 1
+SMALLEST_WEIGHT = 1e-30  # relative to the mean weight: messages are multiplied by it, in float32
+DEFAULT_STEPS = 10  # local steps, if neither local_steps nor local_epochs is given
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How a simulation is to run; see ``simulate`` for what each means."""
+    """How a federated run proceeds; the same object for ``simulate``, specs and Flower.
+
+    Attributes:
+        rounds: global rounds.
+        sampled: clients drawn in each round; None is all.
+        tracked: how many of those send tracking updates; None is all of them.
+        local_steps: local steps K per client and round.
+        local_epochs: passes over the client's data, instead of ``local_steps``; K then differs per client.
+        batch_size: samples in a mini-batch; None is a client's whole data in every step.
+        seed: seed of everything random.
+        schedule: who takes part in each round, instead of a draw.
+        weights: "uniform", "size" (a client counts as its share of the data), or one number per client.
+        eval_every: rounds between two evaluations; the last round is always evaluated.
+        target: stop as soon as the metric reaches this value.
+        on_nonfinite: "error", or "drop" to skip a client whose update is not finite.
+        checkpoint_every: rounds between two checkpoints; the last round always has one.
+        dtype: type of model and data; None is the model's.
+    """
 
     rounds: int
     sampled: int | None = None
@@ -39,13 +58,43 @@ class Settings:
     checkpoint_every: int = 1
     dtype: torch.dtype | None = None
 
+    @classmethod
+    def of(
+        cls,
+        *,
+        rounds: int | None = None,
+        schedule: Any = None,
+        weights: Any = "uniform",
+        local_steps: int | None = None,
+        local_epochs: int | None = None,
+        **others: Any,
+    ) -> Settings:
+        """Make settings from a caller's arguments.
+
+        A schedule may be any list of pairs ([sampled ids], [tracked ids]) and determines ``rounds`` if that
+        is None; ``local_steps`` has a default; weights may be any sequence of numbers.
+        """
+        draws = None if schedule is None else _draws(schedule)
+        plain_weights: Any = weights if isinstance(weights, str) else _weights(weights)
+        if rounds is None and draws is None:
+            raise InputError("rounds=None; say how many rounds to run")
+        return cls(
+            rounds=len(draws or ()) if rounds is None else rounds,
+            schedule=draws,
+            weights=plain_weights,
+            local_steps=DEFAULT_STEPS if local_steps is None and local_epochs is None else local_steps,
+            local_epochs=local_epochs,
+            **others,
+        )
+
     def __post_init__(self) -> None:
-        least, most = {"rounds": 0, "tracked": 0, "seed": 0}, {"seed": MOST_SEED}
+        least, most = {"rounds": 0, "tracked": 0, "seed": 0}, {"seed": LARGEST_SEED}
         optional = ("sampled", "tracked", "local_steps", "local_epochs", "batch_size")
         for name in ("rounds", "seed", "eval_every", "checkpoint_every", *optional):
             value = getattr(self, name)
             if value is not None or name not in optional:
-                object.__setattr__(self, name, whole(name, value, least.get(name, 1), most.get(name, MOST)))
+                count = whole(name, value, least.get(name, 1), most.get(name, LARGEST_COUNT))
+                object.__setattr__(self, name, count)
         if self.local_steps is None and self.local_epochs is None:
             raise InputError("local_steps=None and local_epochs=None; give one of them")
         if self.local_steps is not None and self.local_epochs is not None:
@@ -71,7 +120,7 @@ class Settings:
             )
 
     def check(self, n: int, sizes: Sequence[int], algorithm: AnyAlgorithm) -> None:
-        """Refuse what does not fit the task or the algorithm."""
+        """Refuse settings that do not fit the task or the algorithm."""
         S = n if self.sampled is None else self.sampled
         if n < S:
             raise InputError(f"sampled={S} exceeds clients={n}")
@@ -88,10 +137,10 @@ class Settings:
                 )
             with np.errstate(over="ignore", invalid="ignore"):
                 scaled = self.weight_of(np.empty(0)) or []
-            if not all(math.isfinite(w) and w >= LEAST_WEIGHT for w in scaled):
+            if not all(math.isfinite(w) and w >= SMALLEST_WEIGHT for w in scaled):
                 raise InputError(
                     f"weights from {min(self.weights)} to {max(self.weights)} cannot be scaled to a mean "
-                    f"of 1: they are too small, or one is below {LEAST_WEIGHT:g} of their mean; "
+                    f"of 1: they are too small, or one is below {SMALLEST_WEIGHT:g} of their mean; "
                     "give numbers nearer to 1"
                 )
         elif self.weights not in ("uniform", "size"):
@@ -100,9 +149,10 @@ class Settings:
                 "per client"
             )
         K = self.steps(max(sizes))
-        if K > MOST:
+        if K > LARGEST_COUNT:
             raise InputError(
-                f"local_epochs={self.local_epochs} is {K} local steps of a client; at most {MOST} can be made"
+                f"local_epochs={self.local_epochs} is {K} local steps of a client; at most {LARGEST_COUNT} "
+                "are possible"
             )
         if algorithm.full_participation:
             self._check_full_participation(n, sizes, type(algorithm).__name__)
@@ -111,8 +161,8 @@ class Settings:
         assert self.schedule is not None
         if self.sampled is not None or self.tracked is not None:
             raise InputError(
-                f"schedule is given beside sampled={self.sampled}, tracked={self.tracked}; "
-                "it says who takes part, so leave those out"
+                f"schedule is given together with sampled={self.sampled}, tracked={self.tracked}; "
+                "the schedule says who takes part, so omit those"
             )
         if len(self.schedule) < self.rounds:
             raise InputError(f"rounds={self.rounds} exceeds the schedule's {len(self.schedule)} entries")
@@ -148,41 +198,70 @@ class Settings:
         if self.weights != "uniform":
             raise InputError(f"{name} needs weights='uniform'; got weights={shown(self.weights)}")
         if self.on_nonfinite == "drop":
-            raise InputError(f"{name} cannot go on without a client; use on_nonfinite='error'")
+            raise InputError(f"{name} cannot continue without a client; use on_nonfinite='error'")
 
     def who(self, t: int, n: int) -> Draw:
-        """Who takes part in round t."""
+        """Return who takes part in round t."""
         if self.schedule is not None:
             return self.schedule[t - 1]
         S = n if self.sampled is None else self.sampled
         return draw(self.seed, t, n, S, S if self.tracked is None else self.tracked)
 
     def steps(self, samples: int) -> int:
-        """Local steps of a client with that many samples."""
+        """Return the number of local steps of a client with that many samples."""
         return steps_of(samples, self.batch_size, self.local_steps, self.local_epochs)
 
     def passes(self, samples: int) -> int:
-        """Steps that one pass over a client's data costs."""
+        """Return the number of steps that one pass over a client's data costs."""
         return 1 if self.batch_size is None else -(-samples // self.batch_size)
 
     def weight_of(self, sizes: np.ndarray[Any, Any]) -> list[float] | None:
-        """Weights with mean 1 over all clients; None where all are the same."""
+        """Return weights with mean 1 over all clients; None if all are equal."""
         if self.weights == "uniform":
             return None
         raw = np.asarray(sizes if self.weights == "size" else self.weights, dtype=np.float64)
         return [float(w) for w in raw * (len(raw) / raw.sum())]
 
+    def evaluates(self, t: int) -> bool:
+        """Whether round t is evaluated."""
+        return t % self.eval_every == 0 or t == self.rounds
+
+    def batches(self, t: int, client: int, samples: int) -> Batches:
+        """Return the mini-batches of a client with that many samples in round t."""
+        return batches(self.seed, t, client, samples, self.batch_size, self.local_steps, self.local_epochs)
+
     def to_json(self) -> dict[str, Any]:
-        """What determines the trajectory, as plain data (not how long it goes or how it is stored)."""
-        return {
-            "sampled": self.sampled,
-            "tracked": self.tracked,
-            "local_steps": self.local_steps,
-            "local_epochs": self.local_epochs,
-            "batch_size": self.batch_size,
-            "seed": self.seed,
-            "schedule": None if self.schedule is None else [[list(s), list(k)] for s, k in self.schedule],
-            "weights": list(self.weights) if isinstance(self.weights, tuple) else self.weights,
-            "eval_every": self.eval_every,
-            "on_nonfinite": self.on_nonfinite,
-        }
+        """Return what determines the trajectory as plain data (not its length, nor how it is stored)."""
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in NOT_IDENTITY}
+        if self.schedule is not None:
+            plain["schedule"] = [[list(sampled), list(tracked)] for sampled, tracked in self.schedule]
+        if isinstance(self.weights, tuple):
+            plain["weights"] = list(self.weights)
+        return plain
+
+
+NOT_IDENTITY = ("rounds", "target", "checkpoint_every", "dtype")  # dtype: the identity has the model's own
+
+
+def _draws(schedule: Any) -> tuple[Draw, ...]:
+    draws = []
+    if (entries := listed(schedule)) is None:
+        raise InputError(f"schedule={shown(schedule)} is not a list of pairs ([sampled ids], [tracked ids])")
+    for t, entry in enumerate(entries, start=1):
+        try:
+            sampled, tracked = (tuple(sorted(index(i) for i in ids)) for ids in entry)
+        except (TypeError, ValueError) as error:
+            raise InputError(
+                f"schedule of round {t} is {shown(entry)}, not a pair ([sampled ids], [tracked ids]): {error}"
+            ) from None
+        draws.append(Draw(sampled, tracked))
+    return tuple(draws)
+
+
+def _weights(values: Any) -> tuple[float, ...]:
+    try:
+        return tuple(float(value) for value in values)
+    except (TypeError, ValueError, OverflowError):
+        raise InputError(
+            f"weights={shown(values)} is not accepted; it must be 'uniform', 'size' or one number per client"
+        ) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -11,17 +12,15 @@ if TYPE_CHECKING:
 
 __all__ = ["Strategy", "client_app", "server_app"]
 
-_WHERE = {"Strategy": "strategy", "client_app": "clientapp", "server_app": "serverapp"}
+_MODULES = {"Strategy": "strategy", "client_app": "clientapp", "server_app": "serverapp"}
 
 
 def __getattr__(name: str) -> Any:
-    """Names that need Flower are imported when they are asked for: the protocol itself does without."""
-    if name not in _WHERE:
+    """Import names that need Flower on first use: the protocol itself works without it."""
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
     try:
-        return getattr(import_module(f"fadamgc.flower.{_WHERE[name]}"), name)
+        return getattr(import_module(f"fadamgc.flower.{_MODULES[name]}"), name)
     except ModuleNotFoundError as error:
         if error.name is None or not error.name.startswith("flwr"):
             raise

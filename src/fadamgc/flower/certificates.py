@@ -1,7 +1,7 @@
 """Certificates of a SuperLink and keys of its nodes, for a federation on one machine.
 
-The authority that signs the SuperLink's certificate signs nothing else: its key is discarded. So renewal
-makes a new authority, and everybody who connects needs the new ``ca.crt``.
+The authority signs only the SuperLink's certificate: its key is then discarded. So renewal makes a new
+authority, and everybody who connects needs the new ``ca.crt``.
 """
 
 from __future__ import annotations
@@ -20,37 +20,41 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from fadamgc.files import private_folder, write_atomic
 
 AUTHORITY = "fadamgc local federation"
-VALID = timedelta(days=365)
-RENEW = timedelta(days=30)  # certificates that end sooner are renewed at `up`, and warned of before
-SKEW = timedelta(days=1)  # clocks that are behind accept a new certificate
+VALIDITY = timedelta(days=365)
+RENEWAL = timedelta(days=30)  # before the end: `up` renews certificates, other commands warn
+CLOCK_SKEW = timedelta(days=1)  # clocks that are behind by this much accept a new certificate
 
 AUTHORITY_FILE, CERTIFICATE_FILE, KEY_FILE = "ca.crt", "server.crt", "server.key"
+KEY_USES = (
+    *("digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement"),
+    *("key_cert_sign", "crl_sign", "encipher_only", "decipher_only"),
+)
 
 
 def ensure_certificates(folder: Path, address: str, now: datetime | None = None) -> bool:
-    """Make certificates in a folder unless it has some that stay valid for a while; return whether it did.
+    """Make certificates unless the folder has some that stay valid for a while; return whether it did.
 
     Args:
         folder: for ``ca.crt``, ``server.crt`` and ``server.key``.
         address: IP address of the SuperLink; the certificate is for localhost, too.
-        now: the time, if it is not the clock's.
+        now: the current time; None reads the clock.
     """
     now = now or datetime.now(UTC)
     private_folder(folder)
-    if acceptable(folder, address, now + RENEW):
+    if acceptable(folder, address, now + RENEWAL):
         return False
     authority_key, server_key = (ec.generate_private_key(ec.SECP384R1()) for _ in range(2))
     authority = _authority(authority_key, now)
     server = _server(server_key, authority, authority_key, address, now)
-    (folder / CERTIFICATE_FILE).unlink(missing_ok=True)  # without it, whatever is here is not used
-    write_private(folder / KEY_FILE, _private(server_key, serialization.PrivateFormat.PKCS8))
-    write_private(folder / AUTHORITY_FILE, authority.public_bytes(serialization.Encoding.PEM))
-    write_private(folder / CERTIFICATE_FILE, server.public_bytes(serialization.Encoding.PEM))
+    (folder / CERTIFICATE_FILE).unlink(missing_ok=True)  # so that a mixture of old and new is never used
+    write_atomic(folder / KEY_FILE, _private(server_key, serialization.PrivateFormat.PKCS8), private=True)
+    write_atomic(folder / AUTHORITY_FILE, authority.public_bytes(serialization.Encoding.PEM), private=True)
+    write_atomic(folder / CERTIFICATE_FILE, server.public_bytes(serialization.Encoding.PEM), private=True)
     return True
 
 
 def acceptable(folder: Path, address: str, when: datetime) -> bool:
-    """Whether a client that trusts ``ca.crt`` would accept the server at some time, and its key is here."""
+    """Return whether a client that trusts ``ca.crt`` accepts the server at that time, and its key exists."""
     try:
         authority, server = (
             x509.load_pem_x509_certificate((folder / name).read_bytes())
@@ -70,7 +74,7 @@ def acceptable(folder: Path, address: str, when: datetime) -> bool:
 
 
 def end_of(folder: Path) -> datetime | None:
-    """When the first of the certificates ends, or None if there are none that can be read."""
+    """Return when the first of the certificates ends, or None if they cannot be read."""
     try:
         return min(
             x509.load_pem_x509_certificate((folder / name).read_bytes()).not_valid_after_utc
@@ -81,10 +85,10 @@ def end_of(folder: Path) -> datetime | None:
 
 
 def warning(folder: Path, now: datetime | None = None) -> str | None:
-    """What to say of certificates that end soon or have ended."""
+    """Return a warning if the certificates end soon or have ended."""
     now = now or datetime.now(UTC)
     end = end_of(folder)
-    if end is None or end - now >= RENEW:
+    if end is None or end - now >= RENEWAL:
         return None
     verb = "ended" if end <= now else "end"
     return (
@@ -94,22 +98,17 @@ def warning(folder: Path, now: datetime | None = None) -> str | None:
 
 
 def ensure_node_keys(folder: Path, names: Sequence[str]) -> None:
-    """Make a key pair per node, ``NAME`` and ``NAME.pub``; an existing pair stays, so that the node does."""
+    """Make a key pair per node, ``NAME`` and ``NAME.pub``; an existing pair, and so the node, stays."""
     private_folder(folder)
     for name in names:
         if (folder / f"{name}.pub").exists():
             continue
         key = ec.generate_private_key(ec.SECP384R1())
-        write_private(folder / name, _private(key, serialization.PrivateFormat.OpenSSH))
+        write_atomic(folder / name, _private(key, serialization.PrivateFormat.OpenSSH), private=True)
         public = key.public_key().public_bytes(
             serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
         )
-        write_private(folder / f"{name}.pub", public)
-
-
-def write_private(path: Path, data: bytes) -> None:
-    """Write a file that only its owner can read."""
-    write_atomic(path, data, private=True)
+        write_atomic(folder / f"{name}.pub", public, private=True)
 
 
 def _private(key: ec.EllipticCurvePrivateKey, form: serialization.PrivateFormat) -> bytes:
@@ -121,7 +120,7 @@ def _authority(key: ec.EllipticCurvePrivateKey, now: datetime) -> x509.Certifica
     return (
         _builder(AUTHORITY, AUTHORITY, public, now)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(_key_usage(key_cert_sign=True), critical=True)
+        .add_extension(_key_usage("key_cert_sign"), critical=True)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(public), critical=False)
         .sign(key, hashes.SHA384())
     )
@@ -139,7 +138,7 @@ def _server(
     return (
         _builder("localhost", AUTHORITY, key.public_key(), now)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(_key_usage(digital_signature=True), critical=True)
+        .add_extension(_key_usage("digital_signature"), critical=True)
         .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
         .add_extension(x509.SubjectAlternativeName(names), critical=False)
         .add_extension(
@@ -158,21 +157,11 @@ def _builder(
         .issuer_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, issuer)]))
         .public_key(key)
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - SKEW)
-        .not_valid_after(now + VALID)
+        .not_valid_before(now - CLOCK_SKEW)
+        .not_valid_after(now + VALIDITY)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
     )
 
 
-def _key_usage(*, key_cert_sign: bool = False, digital_signature: bool = False) -> x509.KeyUsage:
-    return x509.KeyUsage(
-        digital_signature=digital_signature,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        key_cert_sign=key_cert_sign,
-        crl_sign=False,
-        encipher_only=False,
-        decipher_only=False,
-    )
+def _key_usage(allowed: str) -> x509.KeyUsage:
+    return x509.KeyUsage(**{use: use == allowed for use in KEY_USES})

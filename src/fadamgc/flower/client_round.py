@@ -1,154 +1,141 @@
-"""One client's part of a federation: its own data, and the rules of the algorithm, as in the simulator."""
+"""One client's part of a federation: its data, and the algorithm's rules as in the simulator."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fadamgc.algorithm import AnyAlgorithm, example
+from fadamgc.algorithm import AnyAlgorithm, example, stand_in
 from fadamgc.errors import InputError
-from fadamgc.federation.client_states import ClientStates
-from fadamgc.federation.problem import Buffers, Problem
-from fadamgc.federation.sampling import batches
+from fadamgc.federation.client_data import ClientTable
+from fadamgc.federation.functions import Buffers, TaskFunctions
+from fadamgc.federation.jobs import Job, Result, Round
 from fadamgc.federation.settings import Settings
-from fadamgc.flower.client_store import Keeper
-from fadamgc.flower.protocol import RefusedError, Reply, Request, after, reconcile
-from fadamgc.sim.executors.base import Job, Round
-from fadamgc.sim.executors.loop import one
+from fadamgc.flower.client_store import ClientStore
+from fadamgc.flower.protocol import RefusedError, Reply, Request, resolve_pending, with_pending
+from fadamgc.sim.executors.threads import train
 from fadamgc.task import Loss, Pair, Task
+from fadamgc.tree import from_names, leaves, named_leaves
 
 
-class Answer(NamedTuple):
-    """What came of a client's round."""
-
-    state: Any  # for the client to keep
-    up: Any  # for the server
-    buffers: Buffers
-    loss: float
-    steps: int
-
-
-class Party:
+class LocalClient:
     """A client with its model and data.
 
     Args:
-        model: as the server's; its weights are replaced by what the server sends.
+        model: the same model as the server's; its weights are replaced by what the server sends.
         loss: as in ``fadamgc.Task``.
-        data: inputs and targets of this client alone.
-        client: its number among all clients, from 0; random draws depend on it.
+        data: inputs and targets of this client only.
+        client: number of the client among all clients, from 0; random draws depend on it.
     """
 
     def __init__(self, model: nn.Module, loss: Loss, data: Pair, client: int) -> None:
         if client < 0:
             raise InputError(f"client={client} is not accepted; clients are numbered from 0")
         self.client = client
-        self.problem = Problem(Task(model, loss, [data]))
-        # The simulator finds a client's data by its number. Here all but one have theirs elsewhere.
-        size = len(self.problem.inputs)
-        self.problem.start = np.zeros(client + 1, dtype=np.int64)
-        self.problem.size = np.zeros(client + 1, dtype=np.int64)
-        self.problem.size[client] = size
+        task = Task(model, loss, [data])
+        self.functions = TaskFunctions(task)
+        self.data = ClientTable(task, self.functions.dtype, self.functions.device)[0]
 
     @property
     def samples(self) -> int:
-        """How many samples the client has."""
-        return len(self.problem.inputs)
+        """Number of samples of the client."""
+        return self.data.size
 
-    def gradient(self, x: Tensor, buffers: Buffers, seed: int) -> Tensor:
-        """The gradient of the client's whole data at x, before the first round."""
-        return self.problem.whole_gradient(x, buffers, self.client, seed, 0)
+    def first_gradient(self, x: Tensor, buffers: Buffers, seed: int) -> Tensor:
+        """Return the gradient of the client's whole data at x, before the first round."""
+        return self.functions.whole_gradient(x, buffers, self.client, self.data, seed, 0)
 
-    def round(
-        self,
-        algorithm: AnyAlgorithm,
-        settings: Settings,
-        t: int,
-        down: Any,
-        buffers: Buffers,
-        state: Any,
-        tracked: bool,
-    ) -> Answer:
-        """The client's part of round t."""
-        s = settings
-        chosen = batches(s.seed, t, self.client, self.samples, s.batch_size, s.local_steps, s.local_epochs)
-        round = Round(self.problem, algorithm, s.seed, t, down, buffers)
-        states = ClientStates(self.client + 1, state)
+    def train(self, round: Round, settings: Settings, state: object, tracked: bool) -> Result:
+        """Run the client's part of a round."""
+        batches = settings.batches(round.t, self.client, self.samples)
         with torch.inference_mode(False):
-            result = one(Job(round, self.client, states, tracked, chosen))
-        return Answer(result.state, result.up, result.buffers, float(result.loss), chosen.steps)
+            return train(Job(round, self.client, self.data, lambda: state, tracked, batches))
 
 
-def answer(
-    party: Party,
-    keeper: Keeper,
+def handle_request(
+    client: LocalClient,
+    store: ClientStore,
     algorithm: AnyAlgorithm,
     settings: Settings,
     request: Request,
     tracked: bool,
-    down: dict[str, Tensor],
+    vectors: Mapping[str, Tensor],
     buffers: Buffers,
 ) -> Reply:
-    """Do what the server asks, and keep what comes of it until the server says that it counted.
+    """Do what the server asks, and store the new state as pending until the server says that it counted.
+
+    Args:
+        client: the client.
+        store: where the client's state is stored.
+        algorithm: the algorithm.
+        settings: seed, local steps and batch size of the run.
+        request: which round is asked for, and which one has counted last.
+        tracked: whether the client sends tracking updates.
+        vectors: the server's message, by name.
+        buffers: the model's averaged buffers.
 
     Raises:
-        RefusedError: the request cannot be met; nothing has changed.
+        RefusedError: the request cannot be fulfilled; nothing has changed.
     """
-    kinds = example(algorithm, torch.zeros(1))
-    first = request.stamp.round == 0  # the server wants the gradient at the first model
-    _check(party, {"x": party.problem.x0} if first else _like(kinds.down, party), down, buffers)
-    with keeper.only_one():
-        kept = reconcile(keeper.load(type(kinds.client)), request)
-        if first:
-            g = party.gradient(down["x"], buffers, settings.seed)
-            _check_finite(party, [g])
-            keeper.save(after(kept, request, algorithm.init_client(down["x"], g)))
-            return Reply(*request[:4], {"g": g}, {}, 0.0, settings.passes(party.samples))
-        message = type(kinds.down)(**down)
-        state = algorithm.init_client(message.x) if kept.state is None else kept.state
-        result = party.round(algorithm, settings, request.stamp.round, message, buffers, state, tracked)
-        _check_finite(party, [*result.state, *result.up, *result.buffers.values(), torch.tensor(result.loss)])
-        keeper.save(after(kept, request, result.state))
+    functions = client.functions
+    like = example(algorithm, stand_in(functions.flat.d, functions.x0.dtype))
+    is_setup = request.stamp.round == 0  # the server wants the gradient at the first model
+    _check_message(client, {"x": functions.x0} if is_setup else named_leaves(like.down), vectors, buffers)
+    with store.locked():
+        stored = resolve_pending(store.load(like.client), request)
+        if is_setup:
+            g = client.first_gradient(vectors["x"], buffers, settings.seed)
+            _check_finite(client, [g])
+            store.save(with_pending(stored, request, algorithm.init_client(vectors["x"], g)))
+            return Reply(*request[:4], {"g": g}, {}, 0.0, settings.passes(client.samples))
+        down = from_names(like.down, vectors)
+        state = stored.committed_state
+        if state is None:
+            state = algorithm.init_client(down.x)
+        round = Round(functions, algorithm, settings.seed, request.stamp.round, down, buffers)
+        result = client.train(round, settings, state, tracked)
+        _check_finite(
+            client, [*leaves(result.state), *leaves(result.up), *result.buffers.values(), result.loss]
+        )
+        store.save(with_pending(stored, request, result.state))
     up = {
         name: value
-        for name, value in result.up._asdict().items()
-        if tracked or name not in algorithm.tracked_only
+        for name, value in named_leaves(result.up).items()
+        if tracked or name.partition(".")[0] not in algorithm.tracked_only
     }
-    return Reply(*request[:4], up, result.buffers, result.loss, result.steps)
+    return Reply(*request[:4], up, result.buffers, float(result.loss), result.job.batches.steps)
 
 
-def _check_finite(party: Party, values: Sequence[Tensor]) -> None:
+def _check_finite(client: LocalClient, values: Sequence[Tensor]) -> None:
     if not all(bool(torch.isfinite(value).all()) for value in values if value.is_floating_point()):
         raise RefusedError(
             "not finite",
-            f"client {party.client}: its round gave numbers that are not finite; it is as if it had "
-            "not taken part. Smaller step sizes may help",
+            f"client {client.client}: its round gave numbers that are not finite, so it does not count. "
+            "Smaller step sizes may help",
         )
 
 
-def _like(kind: Any, party: Party) -> dict[str, Tensor]:
-    """What a message looks like for the party's model."""
-    return dict.fromkeys(kind._fields, party.problem.x0)
-
-
-def _check(party: Party, wanted: dict[str, Tensor], down: dict[str, Tensor], buffers: Buffers) -> None:
-    """Refuse a model that is not this client's, or numbers that cannot be worked with."""
-    for what, given, like in (("message", down, wanted), ("buffers", buffers, party.problem.buffers0)):
-        if set(given) != set(like):
+def _check_message(
+    client: LocalClient, expected: Mapping[str, Tensor], vectors: Mapping[str, Tensor], buffers: Buffers
+) -> None:
+    """Refuse a model that is not this client's, or numbers that are not finite."""
+    parts = (("message", vectors, expected), ("buffers", buffers, client.functions.buffers0))
+    for part, tensors, like in parts:
+        if set(tensors) != set(like):
             raise RefusedError(
                 "fields",
-                f"client {party.client}: the server's {what} has {sorted(given)}, this model wants "
+                f"client {client.client}: the server's {part} has {sorted(tensors)}, this model needs "
                 f"{sorted(like)}",
             )
-        for name, value in given.items():
+        for name, value in tensors.items():
             if value.shape != like[name].shape or value.dtype != like[name].dtype:
                 raise RefusedError(
                     "shape",
-                    f"client {party.client}: the server's {name} is {value.dtype} {tuple(value.shape)}, this "
-                    f"model wants {like[name].dtype} {tuple(like[name].shape)}; do both have the same model?",
+                    f"client {client.client}: the server's {name} is {value.dtype} {tuple(value.shape)}, "
+                    f"this model needs {like[name].dtype} {tuple(like[name].shape)}; do both have the same "
+                    "model?",
                 )
             if value.is_floating_point() and not bool(torch.isfinite(value).all()):
-                raise RefusedError("not finite", f"client {party.client}: the server's {name} is not finite")
+                raise RefusedError("not finite", f"client {client.client}: the server's {name} is not finite")

@@ -1,100 +1,117 @@
-"""A client's state in a file of its node: replaced in one step, with a digest, for one process at a time."""
+"""A client's state in a file of its node: replaced atomically, with a digest, by one process at a time."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor
 
-from fadamgc.errors import CheckpointError
-from fadamgc.files import has_bundle, hold, private_folder, read_bundle, write_bundle
-from fadamgc.flower.protocol import Kept, RefusedError, Stamp, check_name
+from fadamgc.bundle import has_bundle, read_bundle, write_bundle
+from fadamgc.errors import CheckpointError, CheckpointInUseError, InputError
+from fadamgc.files import lock, private_folder
+from fadamgc.flower.protocol import RefusedError, Stamp, StoredState
+from fadamgc.tree import from_names, named_leaves
 
-NAME = "state"
-StateT = TypeVar("StateT", bound=tuple[Tensor, ...])
+BUNDLE = "state"
 
 
-class Keeper:
-    """Where one client of one experiment keeps its state.
+def check_experiment_name(experiment: str) -> None:
+    """Refuse a name of an experiment that cannot be the name of a folder."""
+    if not re.fullmatch(r"\w[\w.-]{0,99}", experiment):
+        raise InputError(
+            f"experiment={experiment[:120]!r} is not accepted; it names a folder: at most 100 letters, "
+            "digits, dots and dashes, a letter or digit first"
+        )
+
+
+class ClientStore:
+    """The stored state of one client in one experiment.
 
     Args:
-        root: the node's folder for states; experiments and clients have folders in it.
-        experiment: name of the experiment. Not the number of a run: a run that is submitted again goes on.
+        root: the node's folder for states; every experiment has a folder in it, and every client one in that.
+        experiment: name of the experiment. Not the number of a run: a run that is submitted again resumes.
         client: number of the client.
     """
 
     def __init__(self, root: str | Path, experiment: str, client: int) -> None:
-        check_name(experiment)
+        check_experiment_name(experiment)
         self.experiment, self.client = experiment, client
         self.folder = Path(root).expanduser() / experiment / f"client-{client}"
 
-    def load(self, kind: type[StateT]) -> Kept:
-        """What is kept; nothing before the first round."""
-        if not has_bundle(self.folder, NAME):
-            return Kept()
-        content, tensors = read_bundle(self.folder, NAME)
-        there = content.get("experiment"), content.get("client")
-        if there != (self.experiment, self.client):
+    def load(self, like: tuple[Any, ...]) -> StoredState:
+        """Return the stored state, which is empty before the first round.
+
+        Args:
+            like: a client state of the algorithm; its tensors are not read.
+        """
+        if not has_bundle(self.folder, BUNDLE):
+            return StoredState()
+        content, tensors = read_bundle(self.folder, BUNDLE)
+        experiment, client = content.get("experiment"), content.get("client")
+        if (experiment, client) != (self.experiment, self.client):
             raise CheckpointError(
-                f"{self.folder} holds the state of client {there[1]} of experiment {there[0]!r}, not of "
+                f"{self.folder} holds the state of client {client} of experiment {experiment!r}, not of "
                 f"client {self.client} of {self.experiment!r}"
             )
 
-        fields: tuple[str, ...] = kind._fields  # type: ignore[attr-defined]
-
-        def state(prefix: str, has: bool) -> Any:
-            if not has:
-                return None
+        def state(prefix: str) -> Any:
             try:
-                return kind(*(tensors[f"{prefix}.{field}"] for field in fields))
+                return from_names(like, tensors, prefix)
             except KeyError as error:
                 raise CheckpointError(
                     f"{self.folder} holds the state of another algorithm: it has no {error}"
                 ) from None
 
         pending = content["pending"]
-        return Kept(
+        return StoredState(
             generation=content["generation"],
             seen=Stamp(*content["seen"]),
             committed=Stamp(*content["committed"]),
-            state=state("state", content["has_state"]),
+            committed_state=state("state") if content["has_state"] else None,
             pending=None if pending is None else Stamp(*pending),
-            next=state("next", pending is not None),
+            pending_state=None if pending is None else state("next"),
         )
 
-    def save(self, kept: Kept) -> None:
-        """Replace what is kept."""
+    def save(self, stored: StoredState) -> None:
+        """Replace the stored state."""
         tensors: dict[str, Tensor] = {}
-        for prefix, state in (("state", kept.state), ("next", kept.next)):
+        for prefix, state in (("state", stored.committed_state), ("next", stored.pending_state)):
             if state is not None:
-                tensors |= {f"{prefix}.{field}": getattr(state, field) for field in state._fields}
+                tensors |= named_leaves(state, prefix)
         content = {
             "experiment": self.experiment,
             "client": self.client,
-            "generation": kept.generation,
-            "seen": list(kept.seen),
-            "committed": list(kept.committed),
-            "has_state": kept.state is not None,
-            "pending": None if kept.pending is None else list(kept.pending),
+            "generation": stored.generation,
+            "seen": list(stored.seen),
+            "committed": list(stored.committed),
+            "has_state": stored.committed_state is not None,
+            "pending": None if stored.pending is None else list(stored.pending),
         }
-        self._tighten()
-        write_bundle(self.folder, NAME, content, tensors, private=True)
+        self._make_private()
+        write_bundle(self.folder, BUNDLE, content, tensors, private=True)
 
     @contextmanager
-    def only_one(self, seconds: float = 60.0) -> Iterator[None]:
-        """Hold the state: of two processes that work for the same client, the second waits."""
-        self._tighten()
-        with hold(self.folder, seconds) as held:
-            if not held:
-                raise RefusedError(
-                    "busy", f"client {self.client} is still at work on another request after {seconds:g} s"
-                )
+    def locked(self, seconds: float = 60.0) -> Iterator[None]:
+        """Lock the state, so that of two processes that work for the same client the second one waits.
+
+        Raises:
+            RefusedError: "busy", the lock was not free within ``seconds``.
+        """
+        self._make_private()
+        try:
+            state_lock = lock(self.folder, seconds)
+        except CheckpointInUseError:
+            raise RefusedError(
+                "busy", f"client {self.client} is still at work on another request after {seconds:g} s"
+            ) from None
+        with state_lock:
             yield
 
-    def _tighten(self) -> None:
-        """Keep others out, also of a folder that an earlier version has made: y_i is a mean of gradients."""
+    def _make_private(self) -> None:
+        """Make the folders private, also those of an earlier version: y_i is a mean of gradients."""
         private_folder(self.folder.parent)
         private_folder(self.folder)

@@ -13,16 +13,18 @@ from flwr.clientapp import ClientApp
 from torch import nn
 
 from fadamgc.errors import FadamgcError, InputError
-from fadamgc.flower.client_round import Party, answer
-from fadamgc.flower.client_store import Keeper
-from fadamgc.flower.protocol import RefusedError, show_log
+from fadamgc.files import user_folder
+from fadamgc.flower.client_round import LocalClient, handle_request
+from fadamgc.flower.client_store import ClientStore
+from fadamgc.flower.logs import log_to_stdout
+from fadamgc.flower.protocol import RefusedError
 from fadamgc.flower.wire import Hello, hello_content, read_request, refusal_content, reply_content
 from fadamgc.task import Loss, Pair
 
 log = logging.getLogger("fadamgc")
 
 
-class Local(NamedTuple):
+class ClientSide(NamedTuple):
     """What a client has."""
 
     model: nn.Module
@@ -30,60 +32,53 @@ class Local(NamedTuple):
     data: Pair  # inputs and targets of this client alone
 
 
-def client_app(load: Callable[[Context], Local | tuple[nn.Module, Loss, Pair]]) -> ClientApp:
-    """A ClientApp that takes part with whatever algorithm the server runs.
+def client_app(load: Callable[[Context], ClientSide | tuple[nn.Module, Loss, Pair]]) -> ClientApp:
+    """Return a ClientApp that takes part with whatever algorithm the server runs.
 
     A node is told who it is by its node-config: ``partition-id`` is the number of the client, from 0;
-    ``state-folder`` is where its states are kept (default: see ``state_folder``).
+    ``state-folder`` is the folder of its states (default: see ``state_folder``).
 
     Args:
-        load: gives model, loss and this client's (inputs, targets), from Flower's context.
+        load: returns model, loss and this client's (inputs, targets), from Flower's context.
     """
     app = ClientApp()
 
-    def party(context: Context) -> Party:
-        show_log()
-        return Party(*load(context), number(context))
+    def local_client(context: Context) -> LocalClient:
+        log_to_stdout()
+        return LocalClient(*load(context), client_number(context))
 
     @app.query()
     def hello(message: Message, context: Context) -> Message:
-        def do() -> RecordDict:
-            one = party(context)
-            return hello_content(Hello(one.client, one.samples))
+        def answer() -> RecordDict:
+            client = local_client(context)
+            return hello_content(Hello(client.client, client.samples))
 
-        return _reply(message, do)
+        return _reply(message, answer)
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
-        def do() -> RecordDict:
-            work = read_request(message.content)
-            one = party(context)
-            if work.request.client != one.client:
+        def answer() -> RecordDict:
+            r = read_request(message.content)
+            client = local_client(context)
+            if r.request.client != client.client:
                 raise RefusedError(
-                    "another client", f"this is client {one.client}, asked is client {work.request.client}"
+                    "another client", f"this is client {client.client}, asked is client {r.request.client}"
                 )
-            keeper = Keeper(state_folder(context), work.request.experiment, one.client)
-            reply = answer(
-                one,
-                keeper,
-                work.algorithm,
-                work.settings,
-                work.request,
-                work.tracked,
-                work.down,
-                work.buffers,
+            store = ClientStore(state_folder(context), r.request.experiment, client.client)
+            reply = handle_request(
+                client, store, r.algorithm, r.settings, r.request, r.tracked, r.down, r.buffers
             )
             return reply_content(reply)
 
-        return _reply(message, do)
+        return _reply(message, answer)
 
     return app
 
 
-def _reply(message: Message, do: Callable[[], RecordDict]) -> Message:
-    """What was done, or why not, so that the server can say so."""
+def _reply(message: Message, answer: Callable[[], RecordDict]) -> Message:
+    """Reply with the answer, or with the reason why there is none, so that the server can log it."""
     try:
-        content = do()
+        content = answer()
     except RefusedError as error:
         log.warning("%s", error)
         content = refusal_content(error.kind, str(error))
@@ -93,22 +88,21 @@ def _reply(message: Message, do: Callable[[], RecordDict]) -> Message:
     return Message(content, reply_to=message)
 
 
-def number(context: Context) -> int:
-    """The number of the client, from its node's config."""
-    given = context.node_config.get("partition-id")
-    if not isinstance(given, int) or isinstance(given, bool) or given < 0:
+def client_number(context: Context) -> int:
+    """Return the number of the client, from its node's config."""
+    number = context.node_config.get("partition-id")
+    if not isinstance(number, int) or isinstance(number, bool) or number < 0:
         raise InputError(
-            f"node-config partition-id={given!r} is not accepted; start the node with "
+            f"node-config partition-id={number!r} is not accepted; start the node with "
             '--node-config "partition-id=0" (1, 2, ... for the others)'
         )
-    return given
+    return number
 
 
 def state_folder(context: Context) -> Path:
-    """Where a node keeps its clients' states: node-config ``state-folder``, else $FADAMGC_STATES, else the
-    user's folder for states."""
-    given = context.node_config.get("state-folder") or os.environ.get("FADAMGC_STATES")
-    if given:
-        return Path(str(given)).expanduser()
-    home = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-    return Path(home).expanduser() / "fadamgc"
+    """Return the folder of a node's client states: node-config ``state-folder``, else $FADAMGC_STATES, else
+    the user's folder for states."""
+    folder = context.node_config.get("state-folder") or os.environ.get("FADAMGC_STATES")
+    if folder:
+        return Path(str(folder)).expanduser()
+    return user_folder("state")

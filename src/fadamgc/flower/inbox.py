@@ -1,9 +1,9 @@
-"""Replies on their way to the server: no reply waits for another, and none is pulled beyond its size.
+"""Collecting replies at the server: no reply waits for another, and none is pulled beyond its size limit.
 
 Flower's ``Grid.pull_messages`` waits until all arrays of a reply have been uploaded (for up to two hours),
-and pulls whatever a node has announced. The client behind Flower's ``HttpGrid`` gives one object at a time,
-and says at once if an object is not there yet, so ``Objects`` asks that client itself. That interface is
-private to Flower; this file is the only one that uses it. For any other grid, ``Threads`` calls
+and pulls whatever a node has announced. The client behind Flower's ``HttpGrid`` pulls one object at a time,
+and says at once if an object has not arrived yet, so ``ObjectInbox`` uses that client. Its interface is
+private to Flower; this file is the only one that uses it. For any other grid, ``ThreadInbox`` calls
 ``pull_messages`` and leaves a call that waits to its thread.
 """
 
@@ -22,22 +22,22 @@ from flwr.serverapp import Grid
 
 from fadamgc.flower.protocol import RefusedError
 
-PATIENCE = 0.2  # seconds without any answer after which a call to a grid is left to its thread
-ROOM = 1 << 16  # bytes that a reply may have in addition to its arrays
-ROOM_PER_ARRAY = 1 << 11  # name, shape, type
+PATIENCE = 0.2  # seconds without a result after which a call to a grid is left to its thread
+OVERHEAD = 1 << 16  # bytes that a reply may have in addition to its arrays
+OVERHEAD_PER_ARRAY = 1 << 11  # bytes for the name, shape and type of an array
 SMALLEST_CHUNK = 1 << 16  # bytes; Flower cuts arrays into chunks of 5 MB
 
-Found = list[tuple[str, Message | Exception]]
+Arrived = list[tuple[str, Message | Exception]]
 
 
 class TooLargeError(RefusedError):
     """A reply is larger than any reply to that message can be."""
 
-    def __init__(self, why: str) -> None:
-        super().__init__("too large", f"its reply is not pulled: {why}")
+    def __init__(self, reason: str) -> None:
+        super().__init__("too large", f"its reply is not pulled: {reason}")
 
 
-class Limit:
+class SizeLimit:
     """How large a reply may be.
 
     Args:
@@ -47,10 +47,10 @@ class Limit:
 
     def __init__(self, arrays: int = 0, size: int = 0) -> None:
         self.objects = 64 + 4 * arrays + size // SMALLEST_CHUNK
-        self.bytes = size + size // 64 + ROOM + ROOM_PER_ARRAY * arrays
+        self.bytes = size + size // 64 + OVERHEAD + OVERHEAD_PER_ARRAY * arrays
 
     def check(self, objects: int, size: int) -> None:
-        """Refuse what is beyond the limit."""
+        """Raise an error for a reply that exceeds the limit."""
         if objects > self.objects:
             raise TooLargeError(f"it has {objects} parts, more than {self.objects}")
         if size > self.bytes:
@@ -58,46 +58,46 @@ class Limit:
 
 
 class Inbox(Protocol):
-    """Where replies are collected."""
+    """Collects replies."""
 
-    def collect(self, limits: Mapping[str, Limit]) -> Found:
-        """Return the replies that have arrived to these messages; does not wait for the others.
+    def collect(self, limits: Mapping[str, SizeLimit]) -> Arrived:
+        """Return the replies to these messages that have arrived, without waiting for the others.
 
         Args:
-            limits: for the id of each message, how large its reply may be.
+            limits: the size limit of each reply, by the id of the message.
 
         Returns:
-            The id of each message that was answered, with the reply or the reason why it cannot be read.
+            The id of each answered message, with the reply or the reason why the reply cannot be read.
         """
 
-    def forget(self, identities: Iterable[str]) -> None:
-        """Discard the replies to these messages, those that have arrived and those to come."""
+    def forget(self, message_ids: Iterable[str]) -> None:
+        """Discard the replies to these messages, including those that arrive later."""
 
-    def busy(self, identity: str) -> bool:
-        """Whether a thread still waits for the reply to this message."""
+    def busy(self, message_id: str) -> bool:
+        """Return whether a thread still waits for the reply to this message."""
 
 
-def inbox(grid: Grid) -> Inbox:
+def make_inbox(grid: Grid) -> Inbox:
     """Return the inbox that fits a grid."""
     with suppress(ImportError, AttributeError):
         from flwr.superlink.grid.http_grid import HttpGrid
 
         if isinstance(grid, HttpGrid):
-            return Objects(grid)
-    return Threads(grid)
+            return ObjectInbox(grid)
+    return ThreadInbox(grid)
 
 
-class Parcel:
+class PartialReply:
     """A reply that is being pulled."""
 
-    def __init__(self, message: str, limit: Limit, objects: list[str]) -> None:
-        self.message, self.limit = message, limit
-        self.missing = objects
+    def __init__(self, reply_id: str, limit: SizeLimit) -> None:
+        self.reply_id, self.limit = reply_id, limit
+        self.missing: list[str] = []  # ids of the objects that have not been pulled
         self.contents: dict[str, bytes] = {}
         self.size = 0
 
 
-class Objects:
+class ObjectInbox:
     """Pulls replies object by object from a SuperLink.
 
     Args:
@@ -110,111 +110,114 @@ class Objects:
         from flwr.supercore.constant import HEAD_BODY_DIVIDER
         from flwr.supercore.inflatable import inflatable_object, inflatable_utils
 
-        self._requests = PullAppMessagesRequest, PullObjectRequest, ConfirmMessageReceivedRequest
+        self._pull_messages, self._pull_object = PullAppMessagesRequest, PullObjectRequest
+        self._confirm_received = ConfirmMessageReceivedRequest
         self._objects, self._utils, self._divider = inflatable_object, inflatable_utils, HEAD_BODY_DIVIDER
         self._client = grid._runtime_client
-        self._whose = {"node": grid.node, "run_id": grid.run.run_id}
-        self._parcels: dict[str, Parcel] = {}
-        self._room: int | None = None  # bytes that the next response may have
+        self._sender = {"node": grid.node, "run_id": grid.run.run_id}
+        self._partial: dict[str, PartialReply] = {}
+        self._response_limit: int | None = None  # bytes that the next response may have
         with suppress(AttributeError):  # the size of a response is known before its body is read
-            self._client._client.event_hooks["response"].append(self._look_at_size)
+            self._client._client.event_hooks["response"].append(self._check_response)
 
-    def collect(self, limits: Mapping[str, Limit]) -> Found:
-        """Return the replies of which every object is there."""
-        found: Found = []
-        for identity, limit in limits.items():
+    def collect(self, limits: Mapping[str, SizeLimit]) -> Arrived:
+        """Return the replies that have arrived in full."""
+        arrived: Arrived = []
+        for message_id, limit in limits.items():
             try:
-                message = self._pull(identity, limit)
-            except Exception as error:  # what a stranger sent cannot be made into a message
-                self._confirm(self._parcels.pop(identity, None))
-                found.append((identity, error))
+                message = self._pull(message_id, limit)
+            except Exception as error:  # an untrusted node may have sent anything
+                self._confirm(self._partial.pop(message_id, None))
+                arrived.append((message_id, error))
             else:
                 if message is not None:
-                    self._parcels.pop(identity)
-                    found.append((identity, message))
-        return found
+                    self._partial.pop(message_id)
+                    arrived.append((message_id, message))
+        return arrived
 
-    def forget(self, identities: Iterable[str]) -> None:
-        """Discard the parts of the replies to these messages; nobody asks for them again."""
-        for identity in identities:
-            self._confirm(self._parcels.pop(identity, None))
+    def forget(self, message_ids: Iterable[str]) -> None:
+        """Discard the parts of the replies to these messages, and do not pull the rest."""
+        for message_id in message_ids:
+            self._confirm(self._partial.pop(message_id, None))
 
-    def busy(self, identity: str) -> bool:
-        """No: there are no threads."""
-        del identity
+    def busy(self, message_id: str) -> bool:
+        """Return False: there are no threads."""
+        del message_id
         return False
 
-    def _pull(self, identity: str, limit: Limit) -> Message | None:
+    def _pull(self, message_id: str, limit: SizeLimit) -> Message | None:
         """Pull the available parts of one reply; return the reply if it is complete."""
-        parcel = self._parcels.get(identity) or self._open(identity, limit)
-        if parcel is None:
+        partial = self._partial.get(message_id) or self._open(message_id, limit)
+        if partial is None:
             return None
-        while parcel.missing:
-            self._room = parcel.limit.bytes - parcel.size + ROOM
+        while partial.missing:
+            self._response_limit = partial.limit.bytes - partial.size + OVERHEAD
             try:
                 response = self._client.PullObject(
-                    self._requests[1](**self._whose, object_id=parcel.missing[-1])
+                    self._pull_object(**self._sender, object_id=partial.missing[-1])
                 )
             finally:
-                self._room = None
+                self._response_limit = None
             if not response.object_found:
                 raise RefusedError("lost", "its reply was never uploaded in full")
             if not response.object_available:
-                return None  # on its way
-            parcel.size += len(response.object_content)
-            parcel.limit.check(0, parcel.size)
-            parcel.contents[parcel.missing.pop()] = response.object_content
-        self._check_arrays(parcel)
-        self._confirm(parcel)
-        message = self._utils.inflate_object_from_contents(parcel.message, parcel.contents)
+                return None  # not uploaded yet
+            partial.size += len(response.object_content)
+            partial.limit.check(0, partial.size)
+            partial.contents[partial.missing.pop()] = response.object_content
+        self._check_arrays(partial)
+        self._confirm(partial)
+        message = self._utils.inflate_object_from_contents(partial.reply_id, partial.contents)
         if not isinstance(message, Message):
             raise RefusedError("record", "its reply is not a message")
-        message.metadata.__dict__["_message_id"] = parcel.message
+        message.metadata.__dict__["_message_id"] = partial.reply_id
         return message
 
-    def _open(self, identity: str, limit: Limit) -> Parcel | None:
-        """Ask for the reply to a message: which objects it has."""
-        self._room = ROOM + 256 * limit.objects
+    def _open(self, message_id: str, limit: SizeLimit) -> PartialReply | None:
+        """Ask which objects the reply to a message has; return None if there is no reply yet."""
+        self._response_limit = OVERHEAD + 256 * limit.objects
         try:
-            response = self._client.PullMessages(self._requests[0](message_ids=[identity]))
+            response = self._client.PullMessages(self._pull_messages(message_ids=[message_id]))
         finally:
-            self._room = None
-        for message, tree in zip(response.messages_list, response.message_object_trees, strict=True):
-            parcel = Parcel(message.metadata.message_id, limit, [])
-            self._parcels[identity] = parcel  # also where it is refused: then the SuperLink may forget it
-            names: dict[str, None] = {}
+            self._response_limit = None
+        for reply, tree in zip(response.messages_list, response.message_object_trees, strict=True):
+            partial = PartialReply(reply.metadata.message_id, limit)
+            self._partial[message_id] = partial  # even if it is refused: then the SuperLink may forget it
+            object_ids: dict[str, None] = {}
             for count, part in enumerate(self._objects.iterate_object_tree(tree), start=1):
                 limit.check(count, 0)
-                names[part.object_id] = None
-            parcel.missing = list(names)  # the message itself is the last, and pulled first
-            return parcel
+                object_ids[part.object_id] = None
+            partial.missing = list(object_ids)  # the message itself is the last, and pulled first
+            return partial
         return None
 
-    def _check_arrays(self, parcel: Parcel) -> None:
+    def _check_arrays(self, partial: PartialReply) -> None:
         """Refuse arrays that name one chunk many times, and so become larger than what was pulled."""
         total = 0
-        for content in parcel.contents.values():
+        for content in partial.contents.values():
             kind, children, _ = self._objects.get_object_head_values_from_object_content(content)
             if kind == "Array":
                 body = json.loads(content.partition(self._divider)[2])
-                total += sum(len(parcel.contents[children[i]]) for i in body["arraychunk_ids"])
-        parcel.limit.check(0, total)
+                total += sum(len(partial.contents[children[i]]) for i in body["arraychunk_ids"])
+        partial.limit.check(0, total)
 
-    def _confirm(self, parcel: Parcel | None) -> None:
+    def _confirm(self, partial: PartialReply | None) -> None:
         """Let the SuperLink forget a reply."""
-        if parcel is not None:
+        if partial is not None:
             with suppress(Exception):
                 self._client.ConfirmMessageReceived(
-                    self._requests[2](**self._whose, message_object_id=parcel.message)
+                    self._confirm_received(**self._sender, message_object_id=partial.reply_id)
                 )
 
-    def _look_at_size(self, response: Any) -> None:
+    def _check_response(self, response: Any) -> None:
+        """Refuse a response that announces more bytes than are left, before its body is read."""
         announced = response.headers.get("content-length", "")
-        if self._room is not None and announced.isdigit() and int(announced) > self._room:
+        limit = self._response_limit
+        if limit is not None and announced.isdigit() and int(announced) > limit:
             raise TooLargeError(f"one of its parts has {announced} bytes")
 
 
-class Threads:
+class ThreadInbox:
     """Pulls replies with ``pull_messages``, one after the other; a call that waits is left to its thread.
 
     There are never more threads than messages whose reply is being waited for, and they end with the process.
@@ -224,78 +227,79 @@ class Threads:
         self._grid = grid
         self._asking: set[str] = set()  # messages whose reply a thread asks for
         self._given_up: set[str] = set()  # those of them whose reply is no longer wanted
-        self._early: dict[
-            str, list[Message] | Exception
-        ] = {}  # replies that came while others were collected
-        self._answers: SimpleQueue[tuple[str, list[Message] | Exception]] = SimpleQueue()
+        self._results: SimpleQueue[tuple[str, list[Message] | Exception]] = SimpleQueue()
+        # Results that arrived while the replies to other messages were collected.
+        self._early: dict[str, list[Message] | Exception] = {}
 
-    def collect(self, limits: Mapping[str, Limit]) -> Found:
+    def collect(self, limits: Mapping[str, SizeLimit]) -> Arrived:
         """Return the replies that have arrived; a call that waits for one continues in its thread."""
-        found: Found = []
-        for identity in [identity for identity in limits if identity in self._early]:
-            found += self._read(identity, self._early.pop(identity), limits[identity])
-        done = {identity for identity, _ in found}
-        todo = deque(identity for identity in limits if identity not in self._asking | done)
-        fresh = set(todo)
-        self._asking |= fresh
+        arrived: Arrived = []
+        for message_id in [message_id for message_id in limits if message_id in self._early]:
+            arrived += self._read(message_id, self._early.pop(message_id), limits[message_id])
+        done = {message_id for message_id, _ in arrived}
+        todo = deque(message_id for message_id in limits if message_id not in self._asking | done)
+        unanswered = set(todo)
+        self._asking |= unanswered
         if todo:
             self._start(todo)
         while True:
             try:
-                identity, answer = self._answers.get(timeout=PATIENCE if fresh else 0.0001)
+                message_id, result = self._results.get(timeout=PATIENCE if unanswered else 0.0001)
             except Empty:
                 if not todo:
-                    return found
+                    return arrived
                 self._start(todo)
                 continue
-            self._asking.discard(identity)
-            fresh.discard(identity)
-            if identity in limits:
-                found += self._read(identity, answer, limits[identity])
-            elif identity not in self._given_up:
-                self._early[identity] = answer
-            self._given_up.discard(identity)
+            self._asking.discard(message_id)
+            unanswered.discard(message_id)
+            if message_id in limits:
+                arrived += self._read(message_id, result, limits[message_id])
+            elif message_id not in self._given_up:
+                self._early[message_id] = result
+            self._given_up.discard(message_id)
 
-    def _read(self, identity: str, answer: list[Message] | Exception, limit: Limit) -> Found:
-        """The reply in what a grid has given, if there is one."""
-        if isinstance(answer, Exception):
-            return [(identity, answer)]
-        for message in answer:
+    def _read(self, message_id: str, result: list[Message] | Exception, limit: SizeLimit) -> Arrived:
+        """Return the reply in the result of a call, if there is one."""
+        if isinstance(result, Exception):
+            return [(message_id, result)]
+        for message in result:
             try:
-                limit.check(0, _size(message))
+                limit.check(0, _array_bytes(message))
             except TooLargeError as error:
-                return [(identity, error)]
-            return [(identity, message)]
+                return [(message_id, error)]
+            return [(message_id, message)]
         return []
 
-    def forget(self, identities: Iterable[str]) -> None:
-        """Drop the replies to these messages; what a thread still waits for is dropped when it comes."""
-        for identity in identities:
-            self._early.pop(identity, None)
-            if identity in self._asking:
-                self._given_up.add(identity)
+    def forget(self, message_ids: Iterable[str]) -> None:
+        """Discard the replies to these messages, including those that a thread still waits for."""
+        for message_id in message_ids:
+            self._early.pop(message_id, None)
+            if message_id in self._asking:
+                self._given_up.add(message_id)
 
-    def busy(self, identity: str) -> bool:
-        """Whether a thread still waits for the reply to this message."""
-        return identity in self._asking
+    def busy(self, message_id: str) -> bool:
+        """Return whether a thread still waits for the reply to this message."""
+        return message_id in self._asking
 
     def _start(self, todo: deque[str]) -> None:
+        """Start a thread that pulls the replies to the messages in ``todo``, one after the other."""
+
         def work() -> None:
             while True:
                 try:
-                    identity = todo.popleft()
+                    message_id = todo.popleft()
                 except IndexError:
                     return
                 try:
-                    self._answers.put((identity, list(self._grid.pull_messages([identity]))))
-                except Exception as error:  # what a stranger sent cannot be made into a message
-                    self._answers.put((identity, error))
+                    self._results.put((message_id, list(self._grid.pull_messages([message_id]))))
+                except Exception as error:  # an untrusted node may have sent anything
+                    self._results.put((message_id, error))
 
         threading.Thread(target=work, daemon=True).start()
 
 
-def _size(message: Message) -> int:
-    """Bytes of a message's arrays."""
+def _array_bytes(message: Message) -> int:
+    """Return how many bytes the arrays of a message have."""
     if message.has_error():
         return 0
     records = message.content.array_records.values()

@@ -1,24 +1,24 @@
-"""Start Flower's SuperLink or a SuperNode with its doors shut.
+"""Start Flower's SuperLink or a SuperNode so that strangers cannot control it.
 
     python -P launch.py superlink --operator-token FILE [options of flower-superlink]
     python -P launch.py supernode [options of flower-supernode]
 
-Flower serves three APIs on the SuperLink's one port, and only one of them asks who is there:
+Flower serves three APIs on the SuperLink's one port, and authenticates the callers of only one of them:
 
 - Fleet, for the nodes. With ``--enable-supernode-auth``, requests are signed with a registered key.
 - Control, for ``flwr run`` and ``flwr supernode register``: whoever may use it can run code on the server and
-  on every node. Flower can authenticate accounts there, but comes without a plugin that does. ``Operator`` is
+  on every node. Flower can authenticate accounts here, but includes no plugin for it. ``OperatorPlugin`` is
   one: it accepts requests that carry the token in the operator's file.
-- Runtime, for the apps that the SuperLink starts (a SuperNode has one, too): whoever asks first gets the next
-  task, with a token to act as that app. Flower can demand a shared secret of its SuperExec, which fetches the
-  tasks, but only if the SuperExec is started separately. So it is started here, with a secret that is in
-  memory only. An app's token is on its command line, where other users of the machine can read it, and would
-  let them start runs (``start-automation``): of the SuperLink's Runtime API, only what a ServerApp needs is
-  served.
+- Runtime, for the apps that the SuperLink starts (a SuperNode has this API, too): whoever asks first gets the
+  next task, with a token to act as that app. Flower can require a shared secret from its SuperExec, which
+  fetches the tasks, but only if the SuperExec is started separately. So this script starts it, with a secret
+  that is in memory only. An app's token is on its command line, where other users of the machine can read it,
+  and would let them start runs (``start-automation``); so of the SuperLink's Runtime API, only the requests
+  that a ServerApp needs are served.
 
-This file is a script that imports nothing of fadamgc, because torch has no place in a SuperLink. Of Flower's
-functions that it calls, ``_parse_superlink_lifespan_config`` is private (the same in 1.41 and 1.42).
-``fadamgc federation up`` asks a SuperLink that it has started whether it refuses strangers indeed.
+This file is a script that does not import fadamgc, because a SuperLink does not need torch. Of the functions
+of Flower that it calls, ``_parse_superlink_lifespan_config`` is private (the same in 1.41 and 1.42).
+``fadamgc federation up`` checks that a SuperLink that it has started does refuse strangers.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ if TYPE_CHECKING:
     from flwr.supercore.auth.typing import AccountInfo
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-SHORTEST = 32  # characters of an operator's token
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
-RUNTIME = "/v1/runtime/"
-SERVED = frozenset(  # of the Runtime API: what SuperExec and ServerApp call
+MIN_TOKEN_LENGTH = 32
+LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
+RUNTIME_API = "/v1/runtime/"
+SERVED = frozenset(  # requests of SuperExec and ServerApp to the Runtime API
     {
         *("acquire-task", "send-task-heartbeat", "pull-task-input", "push-task-output", "push-logs"),
         *("get-nodes", "push-messages", "pull-messages"),
@@ -55,7 +55,7 @@ SERVED = frozenset(  # of the Runtime API: what SuperExec and ServerApp call
 Metadata = Sequence[tuple[str, str | bytes]]
 
 
-class Operator(NoOpControlAuthnPlugin):
+class OperatorPlugin(NoOpControlAuthnPlugin):
     """Account authentication for a single account, whose requests carry a token."""
 
     def __init__(self, token: str) -> None:
@@ -63,7 +63,7 @@ class Operator(NoOpControlAuthnPlugin):
         self._token = token.encode()
 
     def validate_tokens_in_metadata(self, metadata: Metadata) -> tuple[bool, AccountInfo | None]:
-        """Accept the operator's token; compared in a time that does not depend on where it differs."""
+        """Accept the operator's token; the comparison takes the same time wherever a token differs."""
         for key, value in metadata:
             received = value.encode(errors="surrogateescape") if isinstance(value, str) else value
             if key == ACCESS_TOKEN_KEY and hmac.compare_digest(received, self._token):
@@ -76,15 +76,15 @@ class Operator(NoOpControlAuthnPlugin):
 
 
 class OnlyTraining:
-    """Refuse what training does not need of the Runtime API: apps that start runs, agents, connectors."""
+    """Middleware that refuses Runtime requests that training does not need: new runs, agents, connectors."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, or pass it on."""
+        """Refuse a request, or pass it on."""
         path = str(scope.get("path", ""))
-        if path.startswith(RUNTIME) and path.removeprefix(RUNTIME) not in SERVED:
+        if path.startswith(RUNTIME_API) and path.removeprefix(RUNTIME_API) not in SERVED:
             from starlette.responses import PlainTextResponse
 
             await PlainTextResponse("not served here", 403)(scope, receive, send)
@@ -93,7 +93,11 @@ class OnlyTraining:
 
 
 def read_token(path: Path) -> str:
-    """Read an operator's token; a ValueError if there is none, others can read it, or it is short."""
+    """Read an operator's token.
+
+    Raises:
+        ValueError: there is no token, it is too short, or other users can read it.
+    """
     file = path.expanduser()
     try:
         token = file.read_text().strip()
@@ -101,11 +105,11 @@ def read_token(path: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--operator-token {path} cannot be read: {error}") from None
     if mode & 0o077:
-        raise ValueError(f"--operator-token {path} can be read by other users; chmod 600 {path}")
-    if len(token) < SHORTEST or not token.isascii() or not token.isprintable() or " " in token:
+        raise ValueError(f"--operator-token {path} can be read by other users; run: chmod 600 {path}")
+    if len(token) < MIN_TOKEN_LENGTH or not token.isascii() or not token.isprintable() or " " in token:
         raise ValueError(
-            f"--operator-token {path} is not accepted: a token has at least {SHORTEST} ASCII characters and "
-            "no spaces"
+            f"--operator-token {path} is not accepted; a token must have at least {MIN_TOKEN_LENGTH} ASCII "
+            "characters and no spaces"
         )
     return token
 
@@ -114,9 +118,9 @@ def superlink(arguments: Sequence[str]) -> None:
     """Run a SuperLink until it ends."""
     parser = argparse.ArgumentParser("superlink", allow_abbrev=False, add_help=False)
     parser.add_argument("--operator-token", type=Path, required=True)
-    own, others = parser.parse_known_args(arguments)
+    options, flower_options = parser.parse_known_args(arguments)
     try:
-        operator = Operator(read_token(own.operator_token))
+        operator = OperatorPlugin(read_token(options.operator_token))
     except ValueError as error:
         sys.exit(str(error))
     try:
@@ -129,17 +133,17 @@ def superlink(arguments: Sequence[str]) -> None:
     from flwr.supercore.logger import console_handler
     from flwr.superlink.main import create_app
 
-    sys.argv = ["flower-superlink", *others]  # Flower reads them there
+    sys.argv = ["flower-superlink", *flower_options]  # from which Flower reads its options
     secret = secrets.token_bytes(32)
     config = replace(
         _parse_superlink_lifespan_config(),
         authn_plugin=operator,
         superexec_auth_secret=secret,
-        isolation="process",  # the SuperExec is started here
+        isolation="process",  # this script starts the SuperExec
     )
-    if config.certificates is None and config.host not in LOOPBACK:
+    if config.certificates is None and config.host not in LOOPBACK_HOSTS:
         sys.exit(
-            f"--host {config.host} needs certificates: without TLS, everybody on the way reads the token"
+            f"--host {config.host} needs certificates: without TLS, the token can be read on the network"
         )
     app = create_app(config, SuperLinkLifespan)
     app.add_middleware(OnlyTraining)
@@ -162,21 +166,21 @@ def superlink(arguments: Sequence[str]) -> None:
 
 
 def supernode(arguments: Sequence[str]) -> None:
-    """Become a SuperNode."""
+    """Start a SuperExec, and replace this process by a SuperNode."""
     parser = argparse.ArgumentParser("supernode", allow_abbrev=False, add_help=False)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", default="9094")
     parser.add_argument("--ssl-ca-certfile")
     parser.add_argument("--allow-runtime-dependency-installation", action="store_true")
-    known, _ = parser.parse_known_args(arguments)
+    options, _ = parser.parse_known_args(arguments)
     from flwr.supercore.address import resolve_bind_address
 
     secret = secrets.token_bytes(32)
     start_superexec(
-        resolve_bind_address(f"{known.host}:{known.port}"),
+        resolve_bind_address(f"{options.host}:{options.port}"),
         secret,
-        known.ssl_ca_certfile,
-        install=known.allow_runtime_dependency_installation,
+        options.ssl_ca_certfile,
+        install=options.allow_runtime_dependency_installation,
     )
     source = secret_source(secret)
     os.set_inheritable(source, True)
@@ -196,7 +200,7 @@ def start_superexec(address: str, secret: bytes, root: str | None, install: bool
 
 
 def secret_source(secret: bytes) -> int:
-    """A file descriptor from which the secret can be read once."""
+    """Return a file descriptor from which the secret can be read once."""
     source, sink = os.pipe()
     os.write(sink, secret)
     os.close(sink)

@@ -1,143 +1,126 @@
-"""What keeps a client's state and the server in step, whatever is lost, late, repeated or killed on the way.
+"""How the states of server and clients stay consistent when messages are lost, late or repeated.
 
-The server counts a client's message in the moment its checkpoint is written. Until the client knows that,
-it keeps two states: the *committed* one, from before its last round, and the *pending* one, from after it.
-With every request the server says which of the client's rounds it has counted last. If that is the pending
-one, it becomes the committed one; if not, it is dropped, for the server knows nothing of it. So the
-server's y and the clients' y_i always belong together, and nothing is counted twice.
+The server counts a client's reply at the moment it writes its checkpoint. Until the client knows whether its
+last reply was counted, it stores two states: the *committed* state, from before its last round, and the
+*pending* state, from after that round. Every request names the last of the client's rounds that the server
+has counted. If that is the pending round, the pending state becomes the committed one; otherwise the client
+drops it, because the server never counted it. So the server's y and the clients' y_i always belong together,
+and nothing is counted twice, even if a process is killed at any moment.
 
-Each request has a stamp: the round, and the number of the server's start that asked for it. Stamps only grow,
-because a server never asks for a round before the checkpoint of the last one is written. A request that is
-older than another that was seen is refused; the same request again gives the same answer.
+Every request has a stamp: the round, and which start of the server sent it. Stamps only grow, because a
+server requests a round only after the checkpoint of the previous round is written. A client refuses a request
+that is older than one it has seen, and answers a repeated request with the same reply.
 """
 
 from __future__ import annotations
 
-import logging
-import re
-import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from fadamgc.errors import FadamgcError, InputError
-
-log = logging.getLogger("fadamgc")
-
-
-def show_log() -> None:
-    """Let this package's messages be seen in the log of a Flower app."""
-    if not log.handlers:
-        handler = logging.StreamHandler(sys.stdout)
-        handler.setFormatter(logging.Formatter("fadamgc: %(message)s"))
-        log.addHandler(handler)
-        log.setLevel(logging.INFO)
+from fadamgc.errors import FadamgcError
 
 
 class Stamp(NamedTuple):
-    """When something was asked for."""
+    """The round of a request, and which start of the server sent it."""
 
     round: int
-    attempt: int  # starts of the server, from 1
+    attempt: int  # starts of the server, counted from 1
 
 
 NEVER = Stamp(0, 0)
-MOST_GENERATION = 10**11  # a generation may be a time in seconds, of a clock that is years ahead
+MAX_GENERATION = 10**11  # a generation may be a time in seconds, from a clock that is years ahead
 
 
 class Request(NamedTuple):
-    """What the server says to one client beside the model."""
+    """What a request says in addition to the model."""
 
     experiment: str
     client: int
-    generation: int  # all clients' states begin anew when it grows
+    generation: int  # the states of all clients restart when it grows
     stamp: Stamp
-    counted: Stamp  # the last of this client's rounds that is in the server's state
+    counted: Stamp  # the last of this client's rounds that the server has counted
 
 
 class Reply(NamedTuple):
-    """What a client sends back."""
+    """A client's reply to a request."""
 
     experiment: str
     client: int
     generation: int
     stamp: Stamp
-    up: Mapping[str, Tensor]  # fields of the algorithm's Up; without those that only tracked clients send
+    up: Mapping[str, Tensor]  # fields of the algorithm's Up, without those that only tracked clients send
     buffers: Mapping[str, Tensor]
     loss: float
     steps: int
 
 
-class Kept(NamedTuple):
-    """What a client keeps between rounds."""
+class StoredState(NamedTuple):
+    """What a client stores between rounds."""
 
     generation: int = 0
     seen: Stamp = NEVER  # the newest request
     committed: Stamp = NEVER
-    state: Any = None  # of the committed round; None is the initial one
+    committed_state: Any = None  # after the committed round; None is the initial state
     pending: Stamp | None = None
-    next: Any = None  # the state after the pending round
+    pending_state: Any = None  # after the pending round
 
 
 class RefusedError(FadamgcError):
-    """A client does not do what it was asked; the kind is for programs, the message for people."""
+    """A request or a reply is refused.
+
+    Args:
+        kind: the reason, for programs.
+        message: the reason, for people.
+    """
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
         self.kind = kind
 
 
-def check_name(experiment: str) -> None:
-    """Refuse the name of an experiment that cannot be that of a folder."""
-    if not re.fullmatch(r"\w[\w.-]{0,99}", experiment):
-        raise InputError(
-            f"experiment={experiment[:120]!r} is not accepted; it names a folder: at most 100 letters, "
-            "digits, dots and dashes, a letter or digit first"
-        )
-
-
-def reconcile(kept: Kept, request: Request) -> Kept:
-    """What the client has when it begins the request's round: pending rounds committed or dropped.
+def resolve_pending(stored: StoredState, request: Request) -> StoredState:
+    """Commit or drop the pending state, as the request says, before its round begins.
 
     Raises:
-        RefusedError: "stale", a newer request was seen; "lost", the states of client and server do not belong
-            together.
+        RefusedError: "stale", the client has seen a newer request; "lost", the states of client and server do
+            not belong together.
     """
-    if request.generation < kept.generation:
+    if request.generation < stored.generation:
         raise RefusedError(
             "stale",
-            f"client {request.client} has states of generation {kept.generation}, and the server asks with "
-            f"generation {request.generation}, which is older; reset all states (reset-states = true). If "
-            "that does not help, the server has lost its checkpoint, and its clock was ahead when states "
-            "were reset before: use another experiment",
+            f"client {request.client} has states of generation {stored.generation}, but the server sent the "
+            f"older generation {request.generation}; reset all states (reset-states = true). If that does "
+            "not help, the server has lost its checkpoint, and its clock was ahead when states were last "
+            "reset: use another experiment",
         )
-    if request.generation == kept.generation and request.stamp < kept.seen:
+    if request.generation == stored.generation and request.stamp < stored.seen:
         raise RefusedError(
             "stale",
-            f"client {request.client} was asked for round {request.stamp.round} after it was asked for round "
-            f"{kept.seen.round}; an old message, or a server whose checkpoint was put back",
+            f"client {request.client} received a request for round {request.stamp.round} after one for round "
+            f"{stored.seen.round}: an old message, or a server whose checkpoint was replaced by an older one",
         )
-    if request.generation > kept.generation:
-        kept = Kept(request.generation)
-    if kept.pending is not None and kept.pending == request.counted:
-        kept = kept._replace(committed=kept.pending, state=kept.next)
-    kept = kept._replace(pending=None, next=None)
-    if kept.committed != request.counted:
+    if request.generation > stored.generation:
+        stored = StoredState(request.generation)
+    if stored.pending is not None and stored.pending == request.counted:
+        stored = stored._replace(committed=stored.pending, committed_state=stored.pending_state)
+    stored = stored._replace(pending=None, pending_state=None)
+    if stored.committed != request.counted:
         raise RefusedError(
             "lost",
-            f"client {request.client} has the state of {said(kept.committed)}, but the server has counted "
-            f"{said(request.counted)}; put back the state folder, or begin all states anew "
+            f"client {request.client} has the state of {describe(stored.committed)}, but the server has "
+            f"counted {describe(request.counted)}; restore the state folder, or reset all states "
             "(reset-states = true)",
         )
-    return kept
+    return stored
 
 
-def after(kept: Kept, request: Request, state: Any) -> Kept:
-    """What the client keeps after the request's round, until it hears whether the server counted it."""
-    return kept._replace(seen=request.stamp, pending=request.stamp, next=state)
+def with_pending(stored: StoredState, request: Request, state: Any) -> StoredState:
+    """Store the state after a request's round as pending, until the server says whether it counted."""
+    return stored._replace(seen=request.stamp, pending=request.stamp, pending_state=state)
 
 
-def said(stamp: Stamp) -> str:
-    """A stamp in words."""
+def describe(stamp: Stamp) -> str:
+    """Describe a stamp in words."""
     return "no round" if stamp == NEVER else f"round {stamp.round} (start {stamp.attempt} of the server)"

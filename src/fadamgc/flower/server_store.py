@@ -1,4 +1,4 @@
-"""Where a server keeps its checkpoint, for one start of the server at a time: the newest."""
+"""The server's checkpoint, which only the newest start of the server may write."""
 
 from __future__ import annotations
 
@@ -14,137 +14,140 @@ from typing import Any
 
 from torch import Tensor
 
+from fadamgc.bundle import has_bundle, read_bundle, write_bundle
 from fadamgc.errors import CheckpointError
-from fadamgc.files import has_bundle, hold, private_folder, read_bundle, write_atomic, write_bundle
+from fadamgc.files import lock, private_folder, write_atomic
 
-NAME = "federation"
-START = "start.json"  # which start of the server may write
-KEPT = re.compile(r"round-(\d+)-start-(\d+)\.(federation.*)")  # the files of an older checkpoint
-READING = ".round-"  # how the name of a temporary folder begins, from which a checkpoint is read
-BUSY = 60.0  # seconds to wait for another process that writes
+BUNDLE = "federation"
+START_FILE = "start.json"  # the number of the newest start
+OLDER_FILE = re.compile(rf"round-(\d+)-start-(\d+)\.({BUNDLE}.*)")  # a file of an older checkpoint
+TEMPORARY_PREFIX = ".round-"  # of the folder from which an older checkpoint is read
+LOCK_SECONDS = 60.0  # how long to wait for another process that writes
+
+Checkpoint = tuple[dict[str, Any], dict[str, Tensor]]
 
 
-class Store:
+class ServerStore:
     """The folder of a server's checkpoint.
 
-    A server may be thought dead and go on all the same, as when a SuperLink dies and its ServerApp does not.
-    So the newest start takes over, and no earlier one writes again.
+    A server may be presumed dead and still be running, as when a SuperLink dies and its ServerApp does not.
+    So the newest start takes over, and no earlier start writes again.
 
-    The checkpoints of the last rounds are kept under other names, as links to the same files.
+    The checkpoints of the last rounds are stored under other names, as links to the same files.
 
     Args:
-        folder: where it is.
-        keep: how many checkpoints are kept, the newest included.
+        folder: the folder.
+        keep: how many checkpoints are stored, the newest included.
 
     Attributes:
-        folder: where it is.
-        attempt: number of this start, from 1; no two starts have the same.
+        folder: the folder.
+        attempt: number of this start, from 1; no two starts have the same number.
     """
 
     def __init__(self, folder: str | Path, keep: int = 1) -> None:
         self.folder, self.keep = Path(folder), keep
         self.attempt = 0
 
-    def take_over(self, needed: bool = True) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
-        """Be the newest start; the checkpoint of the last one, if there was one.
+    def take_over(self, needed: bool = True) -> Checkpoint | None:
+        """Claim the folder for this start, so that no earlier start can write; return the last checkpoint.
 
         Args:
-            needed: refuse a checkpoint that is damaged; otherwise it is as if there was none.
+            needed: refuse a damaged checkpoint; False treats it as absent.
         """
-        with self._alone():
-            for left in self.folder.glob(f"{READING}*"):  # by a process that was killed
-                shutil.rmtree(left, ignore_errors=True)
-            found = None
+        with self._locked():
+            for leftover in self.folder.glob(f"{TEMPORARY_PREFIX}*"):  # of a process that was killed
+                shutil.rmtree(leftover, ignore_errors=True)
+            checkpoint = None
             try:
-                found = read_bundle(self.folder, NAME) if has_bundle(self.folder, NAME) else None
+                checkpoint = read_bundle(self.folder, BUNDLE) if has_bundle(self.folder, BUNDLE) else None
             except CheckpointError:
                 if needed:
                     raise
-            before = 0 if found is None else int(found[0]["attempt"])
-            self.attempt = max(before, self._newest()) + 1
-            write_atomic(self.folder / START, json.dumps({"attempt": self.attempt}).encode(), private=True)
-        return found
+            previous = 0 if checkpoint is None else int(checkpoint[0]["attempt"])
+            self.attempt = max(previous, self._newest_start()) + 1
+            text = json.dumps({"attempt": self.attempt})
+            write_atomic(self.folder / START_FILE, text.encode(), private=True)
+        return checkpoint
 
     def check(self) -> None:
-        """Refuse to go on if there is a newer start."""
-        newest = self._newest()
+        """Raise an error if a newer start has taken over."""
+        newest = self._newest_start()
         if newest > self.attempt:
             raise CheckpointError(
                 f"another server (start {newest}) has taken over {self.folder} from this one (start "
-                f"{self.attempt}); this one ends, and changes nothing more there"
+                f"{self.attempt}); this one ends and writes nothing more to the folder"
             )
 
     def write(self, content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Replace the checkpoint."""
-        with self._alone():
+        with self._locked():
             self.check()
-            write_bundle(self.folder, NAME, {"attempt": self.attempt, **content}, tensors, private=True)
-            self._keep(int(content["round"]))
+            write_bundle(self.folder, BUNDLE, {"attempt": self.attempt, **content}, tensors, private=True)
+            self._keep_newest(int(content["round"]))
 
     def rounds(self) -> list[int]:
-        """The rounds whose checkpoints are kept."""
-        return sorted({t for _, t in self._kept()})
+        """Return the rounds that have a checkpoint of their own."""
+        return sorted({t for _, t in self._checkpoints()})
 
-    def read(self, t: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Read the checkpoint of an earlier round."""
-        kept = self._kept()
-        found = max((key for key in kept if key[1] == t), default=None)
-        if found is None:
+    def read(self, t: int) -> Checkpoint:
+        """Read the checkpoint of round t."""
+        checkpoints = self._checkpoints()
+        newest = max((key for key in checkpoints if key[1] == t), default=None)
+        if newest is None:
             rounds = ", ".join(map(str, self.rounds())) or "none"
             raise CheckpointError(
                 f"restore-round={t} is not accepted; {self.folder} has the checkpoints of rounds: {rounds}"
             )
         with (
-            self._alone(),
-            tempfile.TemporaryDirectory(dir=self.folder, prefix=READING) as place,
+            self._locked(),
+            tempfile.TemporaryDirectory(dir=self.folder, prefix=TEMPORARY_PREFIX) as temporary,
         ):
-            for name, path in kept[found].items():
-                _link(path, Path(place) / name)
-            return read_bundle(Path(place), NAME)
+            for name, path in checkpoints[newest].items():
+                _link(path, Path(temporary) / name)
+            return read_bundle(Path(temporary), BUNDLE)
 
-    def _kept(self) -> dict[tuple[int, int], dict[str, Path]]:
-        """The files of the complete checkpoints that are kept, by start and round, with their first names."""
-        found: dict[tuple[int, int], dict[str, Path]] = {}
+    def _checkpoints(self) -> dict[tuple[int, int], dict[str, Path]]:
+        """Return the files of the complete checkpoints by (start, round), with the names they had first."""
+        checkpoints: dict[tuple[int, int], dict[str, Path]] = {}
         for path in self.folder.glob("round-*"):
-            if match := KEPT.fullmatch(path.name):
-                found.setdefault((int(match[2]), int(match[1])), {})[match[3]] = path
-        return {key: files for key, files in found.items() if f"{NAME}.json" in files}
+            if match := OLDER_FILE.fullmatch(path.name):
+                checkpoints.setdefault((int(match[2]), int(match[1])), {})[match[3]] = path
+        return {key: files for key, files in checkpoints.items() if f"{BUNDLE}.json" in files}
 
-    def _keep(self, t: int) -> None:
-        """Keep the newest checkpoint under a name with its round, and remove those that are too old."""
+    def _keep_newest(self, t: int) -> None:
+        """Store the newest checkpoint under a name with its round, and remove those that are too old."""
         prefix = f"round-{t:06d}-start-{self.attempt:04d}."
-        kept = self._kept()
-        chosen: dict[int, tuple[int, int]] = {t: (self.attempt, t)}
-        for key in sorted(kept, reverse=True):  # the newest first; of two starts, the later has the round
-            if len(chosen) < self.keep:
-                chosen.setdefault(key[1], key)
-        names = {path for key in chosen.values() for path in kept.get(key, {}).values()}
+        checkpoints = self._checkpoints()
+        by_round: dict[int, tuple[int, int]] = {t: (self.attempt, t)}
+        for key in sorted(checkpoints, reverse=True):  # of two starts with the same round, the later counts
+            if len(by_round) < self.keep:
+                by_round.setdefault(key[1], key)
+        to_keep = {path for key in by_round.values() for path in checkpoints.get(key, {}).values()}
         for path in self.folder.glob("round-*"):
-            if KEPT.fullmatch(path.name) and (path not in names or path.name.startswith(prefix)):
+            if OLDER_FILE.fullmatch(path.name) and (path not in to_keep or path.name.startswith(prefix)):
                 path.unlink(missing_ok=True)
         if self.keep > 1:
-            for path in sorted(self.folder.glob(f"{NAME}*"), key=lambda path: path.suffix == ".json"):
-                _link(path, self.folder / f"{prefix}{path.name}")  # the JSON file last: then it is complete
+            # The JSON file comes last: a checkpoint with it is complete.
+            for path in sorted(self.folder.glob(f"{BUNDLE}*"), key=lambda path: path.suffix == ".json"):
+                _link(path, self.folder / f"{prefix}{path.name}")
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _locked(self) -> Iterator[None]:
         private_folder(self.folder)
-        with hold(self.folder, BUSY) as held:
-            if not held:
-                raise CheckpointError(f"another process has been writing to {self.folder} for {BUSY:g} s")
+        with lock(self.folder, LOCK_SECONDS):
             yield
 
-    def _newest(self) -> int:
+    def _newest_start(self) -> int:
         try:
-            return int(json.loads((self.folder / START).read_bytes())["attempt"])
+            return int(json.loads((self.folder / START_FILE).read_bytes())["attempt"])
         except FileNotFoundError:
             return 0
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{self.folder / START} cannot be read: {error}") from None
+            raise CheckpointError(f"{self.folder / START_FILE} cannot be read: {error}") from None
 
 
 def _link(path: Path, other: Path) -> None:
-    """Give a file that is never written to again a second name; a copy where that is not possible."""
+    """Give a file that is never written to again a second name; copy it where that is not possible."""
     try:
         os.link(path, other)
     except OSError:

@@ -1,28 +1,11 @@
-"""A Flower ServerApp for every algorithm: which one, and how, is in the app's config.
-
-The keys of ``[tool.flwr.app.config]``, with dashes:
-
-- ``algorithm`` and its hyperparameters by their own names (``eta_l``, ``beta2``, ...)
-- ``clients``, ``rounds``, ``sampled``, ``tracked``, ``local-steps`` or ``local-epochs``, ``batch-size``,
-  ``seed``, ``weights``, ``eval-every``, ``target``: as of ``fadamgc.simulate``
-- ``experiment``: name under which server and clients keep their states
-- ``folder``: where the server keeps its checkpoint and its history
-- ``min-clients``, ``round-timeout``, ``wait-timeout``, ``below-minimum``: when to go on without somebody
-- ``max-update-norm``, ``max-norm-ratio``: longer updates are refused; the second is relative to the others'
-- ``max-samples``, ``max-size-ratio``: clients that say that they have more samples are refused
-- ``reset-states``: reset the states of all clients
-- ``checkpoints``, ``restore-round``: how many rounds are kept, and to which of them to go back
-- ``bind-clients``, ``unbind-clients``: whether a client belongs to the node key that first spoke for it
-
-Keys with a dot, such as ``data.alpha``, are the app's own.
-"""
+"""A Flower ServerApp for every algorithm; its config says which algorithm runs, and how (see ``config``)."""
 
 from __future__ import annotations
 
 import logging
-import os
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,86 +13,55 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 from torch import nn
 
-from fadamgc.errors import InputError, nearest
 from fadamgc.escape import printable
-from fadamgc.experiments.folder import RUNS, SPEC
-from fadamgc.experiments.planned_run import PlannedRun
-from fadamgc.experiments.spec.sections import MethodSpec, RunSpec, Spec
 from fadamgc.federation.run import Record
-from fadamgc.federation.settings import Settings
-from fadamgc.files import write_atomic
+from fadamgc.files import user_folder
+from fadamgc.flower.client_store import check_experiment_name
+from fadamgc.flower.config import ServerConfig, read_config
 from fadamgc.flower.coordinator import Coordinator
-from fadamgc.flower.protocol import check_name, show_log
+from fadamgc.flower.logs import log_to_stdout
 from fadamgc.flower.strategy import Strategy
-from fadamgc.methods import algorithm_class, make_algorithm
 from fadamgc.task import Loss, Pair, Task
-from fadamgc.tasks.sections import CustomTask
 
 log = logging.getLogger("fadamgc")
 
-SETTINGS = (
-    *("rounds", "sampled", "tracked", "local-steps", "local-epochs", "batch-size", "seed", "weights"),
-    *("eval-every", "target"),
-)
-OTHERS = {
-    "algorithm": "fadamgc",
-    "clients": 3,
-    "experiment": "experiment",
-    "folder": "",
-    "min-clients": 1,
-    "round-timeout": 600.0,
-    "wait-timeout": 300.0,
-    "below-minimum": "fail",
-    "max-update-norm": 0.0,
-    "max-norm-ratio": 100.0,
-    "max-samples": 0,
-    "max-size-ratio": 100.0,
-    "reset-states": False,
-    "checkpoints": 3,
-    "restore-round": -1,
-    "bind-clients": "auto",
-    "unbind-clients": "",
-}
-
-BIND = "FADAMGC_BIND_CLIENTS"  # in the ServerApp's environment: what bind-clients = "auto" means
-
-ServerSide = tuple[nn.Module, Loss, Pair]
+ServerData = tuple[nn.Module, Loss, Pair]  # model, loss, test data
 
 
-def server_app(load: Callable[[Context], Task | ServerSide]) -> ServerApp:
-    """A ServerApp that runs the algorithm its config names.
+def server_app(load: Callable[[Context], Task | ServerData]) -> ServerApp:
+    """Return a ServerApp that runs the algorithm named in its config.
 
     Args:
-        load: gives model, loss and (inputs, targets) to test on, from Flower's context; or a Task, for
-            another metric than accuracy. The clients of the task are not looked at.
+        load: returns model, loss and (inputs, targets) to test on, from Flower's context; or a Task, for a
+            metric other than accuracy. The clients of the task are not used.
     """
     app = ServerApp()
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
-        show_log()
-        given = load(context)
-        if not isinstance(given, Task):
-            model, loss, test = given
-            given = Task(model, loss, [test], test)
-        federate(grid, given, dict(context.run_config))
+        log_to_stdout()
+        task = load(context)
+        if not isinstance(task, Task):
+            model, loss, test = task
+            task = Task(model, loss, [test], test)
+        federate(grid, task, dict(context.run_config))
 
     return app
 
 
 def federate(grid: Grid, task: Task, config: Mapping[str, Any]) -> Coordinator:
-    """Run a federation as its config says, and write its history as an experiment that can be reported on."""
-    values = read_config(config)
-    experiment = str(values["experiment"])
-    check_name(experiment)
-    folder = Path(str(values["folder"])).expanduser() if values["folder"] else default_folder(experiment)
-    coordinator = make_coordinator(task, values, folder)
+    """Run a federation as its config says, and save its history, which ``fadamgc report`` can show."""
+    server = read_config(config)
+    experiment = server.options.experiment
+    check_experiment_name(experiment)
+    folder = Path(server.options.folder or default_folder(experiment)).expanduser()
+    coordinator = make_coordinator(task, server, folder)
     if coordinator.over():
-        write_history(coordinator, folder)  # a server killed after its last round had no time for it
+        write_history(coordinator, folder)  # a server that was killed after its last round had no time for it
         log.info(
-            "%s: ended before, after round %d; more rounds go on with it, another experiment begins anew. "
-            "`fadamgc report %s` draws it",
-            *(coordinator.experiment, coordinator.t, folder),
+            "%s: already complete after round %d; set rounds higher to resume it, or use another experiment. "
+            "`fadamgc report %s` shows it",
+            *(experiment, coordinator.t, folder),
         )
         return coordinator
 
@@ -121,119 +73,56 @@ def federate(grid: Grid, task: Task, config: Mapping[str, Any]) -> Coordinator:
 
     strategy = Strategy(
         coordinator,
-        round_timeout=float(values["round-timeout"]),
-        wait_timeout=float(values["wait-timeout"]),
-        below_minimum=values["below-minimum"],
+        round_timeout=server.options.round_timeout,
+        wait_timeout=server.options.wait_timeout,
+        below_minimum=server.options.below_minimum,
         on_round=on_round,
-        bind_clients=binds(values["bind-clients"]),
+        bind_clients=server.binds_clients,
     )
     strategy.start(grid)
-    log.info("%s: done; `fadamgc report %s` draws it", coordinator.experiment, folder)
+    log.info("%s: complete; `fadamgc report %s` shows it", experiment, folder)
     return coordinator
 
 
-def binds(choice: str) -> bool:
-    """Whether clients are bound to the keys of their nodes.
-
-    Without node authentication a node has a new key whenever it starts, and nothing in Flower tells whether
-    there is authentication; so "auto" asks the environment, and is "off" without an answer.
-    """
-    answer = os.environ.get(BIND, "off") if choice == "auto" else choice
-    if answer not in ("on", "off"):
-        source = f"${BIND}" if choice == "auto" else "config bind-clients"
-        raise InputError(f"{source}={answer!r} is not accepted; it must be 'on' or 'off'")
-    return answer == "on"
-
-
-def numbers(text: object, clients: int) -> list[int]:
-    """Numbers of clients, such as "0, 3", or "all" of them."""
-    if text == "all":
-        return list(range(clients))
-    words = str(text).replace(",", " ").split()
-    if not all(word.isdecimal() and int(word) < clients for word in words):
-        raise InputError(
-            f"config unbind-clients={text!r} is not accepted; it must be 'all' or numbers of clients from 0 "
-            f"to {clients - 1}, such as '0, 2'"
-        )
-    return [int(word) for word in words]
-
-
-def read_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with defaults; a key that nobody knows is refused."""
-    values = OTHERS | {"rounds": 10} | dict(config)
-    known = {field.name for field in fields(algorithm_class(str(values["algorithm"])))}
-    for key in values:
-        if "." not in key and key not in OTHERS and key not in SETTINGS and key not in known:
-            every = [*OTHERS, *SETTINGS, *known]
-            raise InputError(f"config {key}={values[key]!r} is not known{nearest(key, every)}")
-    given = values["reset-states"]
-    if not isinstance(given, bool):
-        raise InputError(f"config reset-states={given!r} is not accepted; it must be true or false, no text")
-    return values
-
-
-def make_coordinator(task: Task, values: Mapping[str, Any], folder: Path) -> Coordinator:
-    """The federation that a config describes, new or from its checkpoint."""
-    name = str(values["algorithm"])
-    own = {field.name for field in fields(algorithm_class(name))}
-    algorithm = make_algorithm(name, **{key: value for key, value in values.items() if key in own})
-    chosen: dict[str, Any] = {k.replace("-", "_"): values[k] for k in SETTINGS if k in values}
-    if "local_steps" not in chosen and "local_epochs" not in chosen:
-        chosen["local_steps"] = 10
+def make_coordinator(task: Task, config: ServerConfig, folder: Path) -> Coordinator:
+    """Return the federation that a config describes, new or from its checkpoint."""
+    options = config.options
     return Coordinator(
-        algorithm,
+        config.algorithm,
         task,
-        int(values["clients"]),
-        Settings(**chosen),
-        str(values["experiment"]),
+        options.clients,
+        config.settings,
+        options.experiment,
         folder,
-        max_norm=float(values["max-update-norm"]) or None,
-        max_norm_ratio=float(values["max-norm-ratio"]) or None,
-        max_samples=int(values["max-samples"]) or None,
-        max_size_ratio=float(values["max-size-ratio"]) or None,
-        min_clients=int(values["min-clients"]),
-        checkpoints=int(values["checkpoints"]),
-        restore_round=None if int(values["restore-round"]) < 0 else int(values["restore-round"]),
-        unbind=numbers(values["unbind-clients"], int(values["clients"])),
-        reset_states=values["reset-states"],
-        facts={key: value for key, value in values.items() if "." in key},
+        max_norm=options.max_update_norm or None,
+        max_norm_ratio=options.max_norm_ratio or None,
+        max_samples=options.max_samples or None,
+        max_size_ratio=options.max_size_ratio or None,
+        min_clients=options.min_clients,
+        checkpoints=options.checkpoints,
+        restore_round=None if options.restore_round < 0 else options.restore_round,
+        unbind=config.unbound_clients,
+        reset_states=options.reset_states,
+        facts=config.app,
     )
 
 
 def default_folder(experiment: str) -> Path:
-    """Where a server keeps an experiment unless it is told."""
-    home = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-    return Path(home).expanduser() / "fadamgc" / "servers" / experiment
+    """Return the folder of a server whose config names none."""
+    return user_folder("state") / "servers" / experiment
 
 
 def write_history(coordinator: Coordinator, folder: Path) -> None:
-    """The history so far as an experiment's folder."""
+    """Save the rounds so far as a run, with what a report cannot find in the run's settings."""
     c = coordinator
-    s = c.settings
-    metric = c.task.metric if isinstance(c.task.metric, str) else "metric"
-    method = MethodSpec(
-        algorithm=c.identity()["algorithm"],
-        label=printable(c.algorithm.title),
-        hyperparameters=c.identity()["hyperparameters"],
-    )
-    spec = Spec(
-        name=c.experiment,
-        title=printable(f"{c.algorithm.title} on {c.task.name}, {c.n} clients, on Flower"),
-        task=CustomTask(data="custom", clients=c.n, measure=printable(metric)),
-        run=RunSpec(
-            rounds=s.rounds,
-            sampled=s.sampled,
-            tracked=s.tracked,
-            local_steps=s.local_steps,
-            local_epochs=s.local_epochs,
-            batch_size=s.batch_size,
-            seeds=(s.seed,),
-            target=s.target,
-            eval_every=s.eval_every,
-            weights=s.weights,
-        ),
-        methods=(method,),
-    )
-    job = PlannedRun.of(spec, method, s.seed, folder / RUNS / f"{method.slug}-seed{s.seed}")
-    write_atomic(folder / SPEC, spec.to_toml().encode())
-    job.labelled(c.run()).save(job.folder, states=False)
+    run = c.run()
+    report = {
+        "experiment": c.experiment,
+        "title": f"{c.algorithm.title} on {c.task.name}, {c.n} clients, on Flower",
+        "label": printable(c.algorithm.title),
+        "measure": c.task.metric if isinstance(c.task.metric, str) else "metric",
+    }
+    name = re.sub(r"[^a-z0-9]+", "-", report["label"].lower()).strip("-") or "method"
+    labelled = replace(run, settings=run.settings | {"report": report})
+    labelled.save(folder / "runs" / f"{name}-seed{c.settings.seed}", states=False)
+    (folder / "spec.toml").unlink(missing_ok=True)  # of the version before, which may have other settings

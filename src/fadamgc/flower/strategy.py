@@ -1,4 +1,4 @@
-"""A Flower Strategy for every algorithm, with waiting that ends."""
+"""A Flower Strategy for every algorithm, which never waits for ever."""
 
 from __future__ import annotations
 
@@ -17,46 +17,53 @@ from fadamgc.errors import FadamgcError, InputError
 from fadamgc.escape import printable
 from fadamgc.federation.run import Record
 from fadamgc.flower.coordinator import Coordinator
-from fadamgc.flower.inbox import Inbox, Limit, TooLargeError, inbox
+from fadamgc.flower.inbox import Inbox, SizeLimit, TooLargeError, make_inbox
 from fadamgc.flower.protocol import RefusedError
-from fadamgc.flower.wire import MOST_SAID, Work, read_hello, read_reply, request_content, to_record
+from fadamgc.flower.wire import (
+    MAX_REASON,
+    TrainRequest,
+    read_hello,
+    read_reply,
+    request_content,
+    to_array_record,
+)
 
 log = logging.getLogger("fadamgc")
 
-PAUSES = 20  # polls after which a node is asked again whose hello was no good; then twice as many
-BARRED = 10  # rounds in which a node is not asked whose answer was too large
+BACKOFF_POLLS = 20  # polls before a rejected node is queried again; doubled every time
+BARRED_ROUNDS = 10  # rounds in which a node whose reply was too large is not asked
 
 
 class TooFewClientsError(FadamgcError):
-    """There were not enough clients in time."""
+    """Not enough clients were connected, or answered, in time."""
 
 
-class Stranger(NamedTuple):
-    """A node that is not taken in."""
+class RejectedNode(NamedTuple):
+    """A node whose hello was rejected."""
 
-    why: str
-    pause: float  # seconds before it is asked again
-    again: float
+    reason: str
+    pause: float  # seconds before it is queried again
+    next_query: float  # time of the monotonic clock
 
 
-def brief(error: Exception) -> str:
-    """What an error says, on one line and not at any length."""
+def short_reason(error: Exception) -> str:
+    """Return an error's message on one line, shortened."""
     text = str(error) if isinstance(error, FadamgcError) else f"{type(error).__name__}: {error}"
-    return printable(text, MOST_SAID)
+    return printable(text, MAX_REASON)
 
 
 class Strategy(FlowerStrategy):
-    """Runs a federation's rounds over Flower; what a round is, the coordinator knows.
+    """Runs the rounds of a federation over Flower; the coordinator decides what a round is.
 
     Args:
         coordinator: the state of the federation.
         round_timeout: seconds that a round waits for replies.
-        wait_timeout: seconds to wait for clients: for all of them before the first round, for as many as a
-            round needs before each.
-        below_minimum: what to do when there are fewer than the coordinator's ``min_clients`` after that:
+        wait_timeout: seconds to wait for clients: for all of them before the first round, and before every
+            round for as many as it needs.
+        below_minimum: what to do if there are still fewer clients than the coordinator's ``min_clients``:
             "skip" the round, or "fail".
-        on_round: called with each round's record.
-        poll: seconds between two looks for replies.
+        on_round: called with the record of every round.
+        poll: seconds between two checks for replies.
         bind_clients: accept a client only from the node key that spoke for it first. Without it, any node can
             say that it is any client that no other node speaks for.
     """
@@ -81,13 +88,13 @@ class Strategy(FlowerStrategy):
         self.below_minimum, self.on_round = below_minimum, on_round
         self.bind_clients = bind_clients
         self.nodes: dict[int, int] = {}  # the node of each client that has said hello
-        self.silent: set[int] = set()  # clients that owe an answer; not asked until they give one
-        self._hellos: dict[str, tuple[int, float]] = {}  # messages under way: to which node, until when
-        self._strangers: dict[int, Stranger] = {}  # nodes whose hello was no good
+        self.silent: set[int] = set()  # clients that have not answered; not asked until they do
+        self._hellos: dict[str, tuple[int, float]] = {}  # pending queries: to which node, until when
+        self._rejected: dict[int, RejectedNode] = {}
         self._asked: dict[str, int] = {}  # messages of this round, and the clients they went to
         self._barred: dict[int, int] = {}  # nodes that are not asked, and the round in which they are again
-        self._stuck: dict[str, int] = {}  # messages given up whose reply a thread still waits for: which node
-        self._keys: dict[int, str] = {}  # digests of the keys of the nodes that are there
+        self._stuck: dict[str, int] = {}  # abandoned messages whose reply a thread still waits for: the node
+        self._keys: dict[int, str] = {}  # digests of the keys of the connected nodes
         self._inbox: tuple[Grid, Inbox] | None = None
 
     # What Flower calls.
@@ -103,15 +110,15 @@ class Strategy(FlowerStrategy):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """The requests of the next round. The coordinator has the model, so ``arrays`` are not looked at."""
+        """Return the requests of the next round. The coordinator has the model, so ``arrays`` is not used."""
         del server_round, arrays, config, grid
         c = self.coordinator
         asked = c.ask(self.available)
-        first = c.needs_setup
-        down = {"x": c.problem.x0} if first else c.algorithm.broadcast(c.server)._asdict()
+        down = c.message()
+        buffers = dict(c.buffers)
         return [
             Message(
-                request_content(Work(a.request, a.tracked, c.algorithm, c.settings, down, dict(c.buffers))),
+                request_content(TrainRequest(a.request, a.tracked, c.algorithm, c.settings, down, buffers)),
                 dst_node_id=self.nodes[a.request.client],
                 message_type="train",
                 ttl=self.round_timeout,
@@ -124,33 +131,33 @@ class Strategy(FlowerStrategy):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Take in the replies, and close the round."""
+        """Check the replies, and close the round."""
         del server_round
         c = self.coordinator
-        owing = set(self._asked.values())
+        unanswered = set(self._asked.values())
         for message in replies:
             client = self._asked.get(message.metadata.reply_to_message_id)
             if client is None:
-                log.warning("a reply to a message that was not sent in this round is not looked at")
+                log.warning("ignored a reply to a message that was not sent in this round")
                 continue
             if message.has_error():
-                log.warning("client %d: %s", client, printable(message.error.reason, MOST_SAID))
+                log.warning("client %d: %s", client, printable(message.error.reason, MAX_REASON))
                 continue
-            owing.discard(client)
+            unanswered.discard(client)
             try:
                 reply = read_reply(message.content, *c.wanted(client))
-            except Exception as error:  # whatever a stranger can send must not end the run
-                log.warning("client %d: %s", client, brief(error))
+            except Exception as error:  # nothing that an untrusted node sends may end the run
+                log.warning("client %d: %s", client, short_reason(error))
                 c.refuse(error)
                 continue
             try:
                 c.consider(client, reply)
             except RefusedError as error:
-                log.warning("client %d: %s", client, brief(error))
+                log.warning("client %d: %s", client, short_reason(error))
         c.screen()
-        for client in sorted(owing):
+        for client in sorted(unanswered):
             log.warning("client %d has not answered; it is not asked again until it does", client)
-        self.silent |= owing
+        self.silent |= unanswered
         self._asked = {}
         if not c.enough:
             self._too_few(len(c.answered), "have answered")
@@ -162,32 +169,32 @@ class Strategy(FlowerStrategy):
         metrics = {
             k: v for k in ("train_loss", "test_loss", "test_metric") if (v := getattr(record, k)) is not None
         }
-        return to_record({"x": c.server.x}), MetricRecord(metrics)
+        return to_array_record({"x": c.server.x}), MetricRecord(metrics)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """None: the server evaluates on its own test data."""
+        """Return nothing: the server evaluates on its own test data."""
         del server_round, arrays, config, grid
         return []
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Nothing to aggregate."""
+        """Return nothing: clients do not evaluate."""
         del server_round, replies
         return None
 
     def start(self, grid: Grid, *_: Any, **__: Any) -> Result:
-        """Run the rounds that are left. What Flower's own strategies take here comes from the coordinator."""
+        """Run the remaining rounds. Other arguments of Flower's strategies come from the coordinator."""
         c, result = self.coordinator, Result()
         self.summary()
-        self._wait(grid, c.n)  # all of them, if they come in time
+        self._wait(grid, c.n)  # for all clients, if they connect in time
         while not c.over():
             needed = c.n if c.needs_all else c.min_clients
             self._wait(grid, needed)
             t = c.t + 1
             messages: list[Message] = []
             if len(self.available) < needed:
-                self._too_few(len(self.available), "are there")
+                self._too_few(len(self.available), "are connected")
                 c.ask([])
             else:
                 messages = list(self.configure_train(t, result.arrays, ConfigRecord(), grid))
@@ -198,62 +205,39 @@ class Strategy(FlowerStrategy):
                 result.train_metrics_clientapp[t] = metrics
         return result
 
-    # Who is there.
+    # Which clients are connected.
 
     @property
     def available(self) -> list[int]:
-        """Clients that can be asked."""
+        """The clients that can be asked."""
         return sorted(set(self.nodes) - self.silent)
 
-    def look(self, grid: Grid) -> None:
-        """Learn who has come, gone, or answered at last. Does not wait."""
-        there = self._who_is_there(grid)
+    def update_nodes(self, grid: Grid) -> None:
+        """Find out which nodes have connected, left, or answered at last, without waiting."""
+        connected = self._connected_nodes(grid)
         for client, node in list(self.nodes.items()):
-            if node not in there:
-                log.info("client %d has gone", client)
+            if node not in connected:
+                log.info("client %d has disconnected", client)
                 del self.nodes[client]
                 self.silent.discard(client)
-        known = set(self.nodes.values()) - {self.nodes[c] for c in self.silent if c in self.nodes}
-        now, box = time.monotonic(), self._box(grid)
-        for identity, (node, end) in list(self._hellos.items()):
-            if node not in there or now >= end:
-                del self._hellos[identity]
-                box.forget([identity])
-                self._stuck[identity] = node
-        self._stuck = {identity: node for identity, node in self._stuck.items() if box.busy(identity)}
-        self._strangers = {node: s for node, s in self._strangers.items() if node in there}
-        self._barred = {node: t for node, t in self._barred.items() if node in there}
-        waiting = {node for node, _ in self._hellos.values()} | set(self._stuck.values())
-        waiting |= {node for node, s in self._strangers.items() if now < s.again}
-        waiting |= {node for node, t in self._barred.items() if self.coordinator.t + 1 < t}
-        asks = [
-            Message(RecordDict(), dst_node_id=node, message_type="query", ttl=self.wait_timeout)
-            for node in sorted(there - known - waiting)
-        ]
-        if asks:
-            nodes = [message.metadata.dst_node_id for message in asks]
-            for identity, node in zip(grid.push_messages(asks), nodes, strict=True):
-                if identity:
-                    self._hellos[identity] = node, now + self.wait_timeout
-        for identity, message in box.collect(dict.fromkeys(self._hellos, Limit())):
-            node, _ = self._hellos.pop(identity)
+        now, inbox = time.monotonic(), self._inbox_of(grid)
+        self._abandon_hellos(inbox, connected, now)
+        self._query(grid, self._nodes_to_query(connected, now), now)
+        for message_id, message in inbox.collect(dict.fromkeys(self._hellos, SizeLimit())):
+            node, _ = self._hellos.pop(message_id)
             try:
-                self._welcome(node, message)
+                self._admit(node, message)
             except TooLargeError as error:
                 self._bar(node, error)
-            except Exception as error:  # whatever a stranger can send must not end the run
-                self._turn_away(node, brief(error))
-        for client in set(self.nodes) - set(self.coordinator.samples):  # its number of samples is refused now
-            self._turn_away(self.nodes.pop(client), f"client {client} has far more samples than the others")
+            except Exception as error:  # nothing that an untrusted node sends may end the run
+                self._reject(node, short_reason(error))
+        for client in set(self.nodes) - set(
+            self.coordinator.members.samples
+        ):  # their numbers of samples were refused
+            self._reject(self.nodes.pop(client), f"client {client} has far more samples than the others")
 
-    def _box(self, grid: Grid) -> Inbox:
-        """The inbox of a grid."""
-        if self._inbox is None or self._inbox[0] is not grid:
-            self._inbox = grid, inbox(grid)
-        return self._inbox[1]
-
-    def _who_is_there(self, grid: Grid) -> set[int]:
-        """The nodes that are there; where clients are bound to keys, their keys are noted."""
+    def _connected_nodes(self, grid: Grid) -> set[int]:
+        """Return the connected nodes; where clients are bound to keys, note the keys of the nodes."""
         if not self.bind_clients:
             return set(grid.get_node_ids())
         self._keys = {
@@ -262,12 +246,51 @@ class Strategy(FlowerStrategy):
         }
         return set(self._keys)
 
-    def _welcome(self, node: int, message: Message | Exception) -> None:
-        """Take in what a node says of itself."""
+    def _abandon_hellos(self, inbox: Inbox, connected: set[int], now: float) -> None:
+        """Give up queries that have timed out or whose node has left."""
+        for message_id, (node, end) in list(self._hellos.items()):
+            if node not in connected or now >= end:
+                del self._hellos[message_id]
+                inbox.forget([message_id])
+                self._stuck[message_id] = node
+        self._stuck = {message: node for message, node in self._stuck.items() if inbox.busy(message)}
+
+    def _nodes_to_query(self, connected: set[int], now: float) -> list[int]:
+        """Return the nodes to ask which client they are: new nodes, and those of silent clients."""
+        self._rejected = {node: r for node, r in self._rejected.items() if node in connected}
+        self._barred = {node: t for node, t in self._barred.items() if node in connected}
+        answering = {node for client, node in self.nodes.items() if client not in self.silent}
+        waiting = {node for node, _ in self._hellos.values()} | set(self._stuck.values())
+        waiting |= {node for node, r in self._rejected.items() if now < r.next_query}
+        waiting |= {node for node, t in self._barred.items() if self.coordinator.t + 1 < t}
+        return sorted(connected - answering - waiting)
+
+    def _query(self, grid: Grid, nodes: list[int], now: float) -> None:
+        """Ask nodes which client they are."""
+        queries = [
+            Message(RecordDict(), dst_node_id=node, message_type="query", ttl=self.wait_timeout)
+            for node in nodes
+        ]
+        if queries:
+            for message_id, node in zip(grid.push_messages(queries), nodes, strict=True):
+                if message_id:
+                    self._hellos[message_id] = node, now + self.wait_timeout
+
+    def _inbox_of(self, grid: Grid) -> Inbox:
+        if self._inbox is None or self._inbox[0] is not grid:
+            self._inbox = grid, make_inbox(grid)
+        return self._inbox[1]
+
+    def _admit(self, node: int, message: Message | Exception) -> None:
+        """Accept a node as the client that it says it is.
+
+        Raises:
+            Exception: the node is not accepted.
+        """
         if isinstance(message, Exception):
             raise message
         if message.has_error():
-            raise RefusedError("error", message.error.reason or "it failed, and did not say why")
+            raise RefusedError("error", message.error.reason or "it failed without a reason")
         hello = read_hello(message.content, self.coordinator.n)
         if self.bind_clients:
             self.coordinator.check_key(hello.client, self._keys.get(node, ""))
@@ -275,91 +298,95 @@ class Strategy(FlowerStrategy):
         if other not in (None, node) and hello.client not in self.silent:
             raise RefusedError(
                 "two nodes",
-                f"it says that it is client {hello.client}, and so does node {other}, which was here before; "
-                "each needs a partition-id of its own",
+                f"it says that it is client {hello.client}, but node {other} has connected as that client; "
+                "give each node its own partition-id",
             )
-        self.coordinator.welcome(hello.client, hello.samples)
+        self.coordinator.admit(hello.client, hello.samples)
         if self.bind_clients:
-            self.coordinator.bind(hello.client, self._keys[node])
+            self.coordinator.members.bind(hello.client, self._keys[node])
         if other != node:
             log.info("client %d is node %d, with %d samples", hello.client, node, hello.samples)
-        for client in [client for client, its in self.nodes.items() if its == node]:
-            del self.nodes[client]
+        self._remove(node)
         self.nodes[hello.client] = node
         self.silent.discard(hello.client)
-        self._strangers.pop(node, None)
+        self._rejected.pop(node, None)
 
-    def _turn_away(self, node: int, why: str) -> None:
-        """Say once why a node cannot take part, and do not ask it again too soon."""
-        known = self._strangers.get(node)
-        pause = PAUSES * self.poll if known is None else 2 * known.pause
-        if known is None or known.why != why:
-            log.warning("node %d: %s", node, why)
-        self._strangers[node] = Stranger(why, pause, time.monotonic() + pause)
+    def _reject(self, node: int, reason: str) -> None:
+        """Log once why a node cannot take part, and pause before it is queried again."""
+        previous = self._rejected.get(node)
+        pause = BACKOFF_POLLS * self.poll if previous is None else 2 * previous.pause
+        if previous is None or previous.reason != reason:
+            log.warning("node %d: %s", node, reason)
+        self._rejected[node] = RejectedNode(reason, pause, time.monotonic() + pause)
 
     def _bar(self, node: int, error: Exception) -> None:
-        """Do not ask a node for some rounds, not even who it is."""
-        until = self.coordinator.t + 1 + BARRED
-        log.warning("node %d: %s; it is not asked before round %d", node, brief(error), until)
+        """Do not ask a node anything for some rounds."""
+        until = self.coordinator.t + 1 + BARRED_ROUNDS
+        log.warning("node %d: %s; it is not asked before round %d", node, short_reason(error), until)
         self._barred[node] = until
-        for client in [client for client, its in self.nodes.items() if its == node]:
-            del self.nodes[client]
+        self._remove(node)
+
+    def _remove(self, node: int) -> None:
+        """Forget which client a node is."""
+        self.nodes = {client: other for client, other in self.nodes.items() if other != node}
 
     def _wait(self, grid: Grid, count: int) -> None:
-        """Until so many clients are there, but not for ever."""
+        """Wait until ``count`` clients are available, but no longer than ``wait_timeout``."""
         until = time.monotonic() + self.wait_timeout
-        self.look(grid)
+        self.update_nodes(grid)
         while len(self.available) < count and time.monotonic() < until:
             time.sleep(self.poll)
-            self.look(grid)
+            self.update_nodes(grid)
+
+    # Messages of a round.
 
     def _exchange(self, grid: Grid, messages: list[Message]) -> list[Message]:
-        """Send, and collect the replies that come in time."""
+        """Send the messages of a round, and collect the replies that arrive in time."""
         self._asked, replies = {}, []
         if not messages:
             return []
         clients = [int(message.content.config_records["request"]["client"]) for message in messages]  # type: ignore[arg-type]
-        for identity, client in zip(grid.push_messages(messages), clients, strict=True):
-            if identity:
-                self._asked[identity] = client
-        nodes = {identity: self.nodes[client] for identity, client in self._asked.items()}
-        limits = {identity: self._limit(client) for identity, client in sorted(self._asked.items())}
-        until, box = time.monotonic() + self.round_timeout, self._box(grid)
+        for message_id, client in zip(grid.push_messages(messages), clients, strict=True):
+            if message_id:
+                self._asked[message_id] = client
+        nodes = {message_id: self.nodes[client] for message_id, client in self._asked.items()}
+        limits = {message_id: self._limit(client) for message_id, client in sorted(self._asked.items())}
+        until, inbox = time.monotonic() + self.round_timeout, self._inbox_of(grid)
         while limits and time.monotonic() < until:
-            for identity, message in box.collect(limits):
-                del limits[identity]
-                if isinstance(message, Message) and message.metadata.reply_to_message_id != identity:
+            for message_id, message in inbox.collect(limits):
+                del limits[message_id]
+                if isinstance(message, Message) and message.metadata.reply_to_message_id != message_id:
                     message = RefusedError("another client", "its reply is not to the message it was sent")
                 if isinstance(message, Message):
                     replies.append(message)
                     continue
-                log.warning("client %d: %s", self._asked[identity], brief(message))
+                log.warning("client %d: %s", self._asked[message_id], short_reason(message))
                 self.coordinator.refuse(message)
                 if isinstance(message, TooLargeError):
-                    self._bar(nodes[identity], message)
+                    self._bar(nodes[message_id], message)
             if limits:
                 time.sleep(self.poll)
-        box.forget(limits)
-        self._stuck |= {identity: nodes[identity] for identity in limits}
+        inbox.forget(limits)
+        self._stuck |= {message_id: nodes[message_id] for message_id in limits}
         return replies
 
-    def _limit(self, client: int) -> Limit:
-        """How large a client's reply may be."""
+    def _limit(self, client: int) -> SizeLimit:
+        """Return how large a client's reply may be."""
         arrays = [value for part in self.coordinator.wanted(client) for value in part.values()]
-        return Limit(len(arrays), sum(value.numel() * value.element_size() for value in arrays))
+        return SizeLimit(len(arrays), sum(value.numel() * value.element_size() for value in arrays))
 
-    def _too_few(self, count: int, what: str) -> None:
-        """Say that the round is skipped, or fail."""
+    def _too_few(self, count: int, verb: str) -> None:
+        """Log that the round is skipped, or fail."""
         c = self.coordinator
         needed = c.n if c.needs_all else c.min_clients
-        text = f"{count} of {c.n} clients {what}, {needed} are needed for round {c.t + 1}"
-        if what == "have answered" and c.refusals:
+        text = f"{count} of {c.n} clients {verb}, but round {c.t + 1} needs {needed}"
+        if verb == "have answered" and c.refusals:
             text += f"; the last refusal: {c.refusals[-1]}"
-        if self._strangers:
-            text += "; " + "; ".join(f"node {node}: {s.why}" for node, s in self._strangers.items())
+        if self._rejected:
+            text += "; " + "; ".join(f"node {node}: {r.reason}" for node, r in self._rejected.items())
         if self.below_minimum == "fail" or c.needs_all:
             raise TooFewClientsError(
-                f"{text}; start more nodes and run again: it goes on with this round. Or set min-clients "
+                f"{text}; start more nodes and run again, which resumes with this round; or set min-clients "
                 "lower, wait-timeout longer, or below-minimum = 'skip'"
             )
         log.warning("%s; the round is skipped", text)

@@ -1,56 +1,43 @@
-"""One file a method, and the registry that makes the rest of the package know it."""
+"""One file per algorithm, and the registry through which the rest of the package finds them.
+
+To add an algorithm, write its file and import its class below, in one line. It is then known by the name of
+its file to ``make_algorithm``, specs, Flower and the command line, and its class is exported by ``fadamgc``.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fadamgc.algorithm import Algorithm, AnyAlgorithm
 from fadamgc.errors import InputError, nearest, shown
-from fadamgc.methods.fa_nt import FANT, FANTLocal
-from fadamgc.methods.fadamgc import FAdamGC
-from fadamgc.methods.fedadam import FedAdam
-from fadamgc.methods.fedams import FedAMS
-from fadamgc.methods.fedavg import FedAvg
-from fadamgc.methods.fedavg_m import FedAvgM
-from fadamgc.methods.local_adam import LocalAdam
-from fadamgc.methods.scaffold import Scaffold
-from fadamgc.methods.scaffold_m import ScaffoldM
 
-__all__ = [
-    "FANT",
-    "FANTLocal",
-    "FAdamGC",
-    "FedAMS",
-    "FedAdam",
-    "FedAvg",
-    "FedAvgM",
-    "LocalAdam",
-    "Scaffold",
-    "ScaffoldM",
-    "algorithm_class",
-    "algorithm_name",
-    "algorithms",
-    "make_algorithm",
-    "register",
-]
+# The order of these lines is the order of the algorithms in tables.
+# isort: off
+from fadamgc.methods.fadamgc import FAdamGC as FAdamGC
+from fadamgc.methods.fa_nt import FANT as FANT
+from fadamgc.methods.fa_nt_local import FANTLocal as FANTLocal
+from fadamgc.methods.local_adam import LocalAdam as LocalAdam
+from fadamgc.methods.fedavg import FedAvg as FedAvg
+from fadamgc.methods.fedavg_m import FedAvgM as FedAvgM
+from fadamgc.methods.scaffold import Scaffold as Scaffold
+from fadamgc.methods.scaffold_m import ScaffoldM as ScaffoldM
+from fadamgc.methods.fedadam import FedAdam as FedAdam
+from fadamgc.methods.fedams import FedAMS as FedAMS
+# isort: on
 
 _REGISTRY: dict[str, type[AnyAlgorithm]] = {
-    "fadamgc": FAdamGC,
-    "fa_nt": FANT,
-    "fa_nt_local": FANTLocal,
-    "local_adam": LocalAdam,
-    "fedavg": FedAvg,
-    "fedavg_m": FedAvgM,
-    "scaffold": Scaffold,
-    "scaffold_m": ScaffoldM,
-    "fedadam": FedAdam,
-    "fedams": FedAMS,
+    value.__module__.removeprefix(f"{__name__}."): value
+    for value in list(globals().values())
+    if isinstance(value, type) and issubclass(value, Algorithm) and value is not Algorithm
 }
+
+if not TYPE_CHECKING:  # type checkers see the imports above, and cannot follow a list that is computed
+    __all__ = [*(cls.__name__ for cls in _REGISTRY.values()), "algorithms", "make_algorithm", "register"]
 
 
 def algorithms() -> tuple[str, ...]:
-    """Names of all registered algorithms."""
+    """Return the names of all registered algorithms."""
     return tuple(_REGISTRY)
 
 
@@ -69,7 +56,7 @@ def register(name: str, cls: type[AnyAlgorithm]) -> None:
 
 
 def algorithm_class(name: str) -> type[AnyAlgorithm]:
-    """The class registered under a name."""
+    """Return the class that is registered under a name."""
     if not isinstance(name, str) or name not in _REGISTRY:
         hint = nearest(name, _REGISTRY) if isinstance(name, str) else ""
         raise InputError(f"algorithm {shown(name)} is not known{hint}; known are {', '.join(_REGISTRY)}")
@@ -77,7 +64,7 @@ def algorithm_class(name: str) -> type[AnyAlgorithm]:
 
 
 def algorithm_name(algorithm: AnyAlgorithm) -> str:
-    """The name an algorithm is registered under, or its class name if it is not."""
+    """Return the name that an algorithm is registered under, or its class name if it is not registered."""
     for name, cls in _REGISTRY.items():
         if type(algorithm) is cls:
             return name
@@ -85,7 +72,7 @@ def algorithm_name(algorithm: AnyAlgorithm) -> str:
 
 
 def make_algorithm(name: str, **settings: Any) -> AnyAlgorithm:
-    """An algorithm by its registered name.
+    """Make an algorithm from its registered name and its hyperparameters.
 
     >>> make_algorithm("fedavg", eta_l=0.5)
     FedAvg(eta_l=0.5, eta_g=1.0)

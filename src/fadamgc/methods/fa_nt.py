@@ -1,4 +1,4 @@
-"""FA-NT: federated Adam with naive tracking (the paper's appendix), in its two forms."""
+"""FA-NT: federated Adam with naive tracking (the paper's appendix)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fadamgc.algorithm import Algorithm, ClientT, Cohort, DownT, Flag, ServerT, Steps, UpT
 from fadamgc.fields import choice, decay, nonnegative, positive
-from fadamgc.rules import adam_ratio, ema, number, select
+from fadamgc.rules import adam_ratio, ema, select
 
 
 class Local(NamedTuple):
@@ -22,7 +22,7 @@ class Local(NamedTuple):
 
 @dataclass(frozen=True)
 class NaiveTracking(Algorithm[ServerT, DownT, ClientT, Local, UpT]):
-    """The step that both forms share: Adam on the raw gradient, plus the correction z; abstract."""
+    """The step of both forms of FA-NT: Adam on the raw gradient, plus the correction z; abstract."""
 
     eta_l: float = positive(1e-3)
     eta_g: float = positive(1.0)
@@ -32,7 +32,7 @@ class NaiveTracking(Algorithm[ServerT, DownT, ClientT, Local, UpT]):
     v_hat: Literal["carry", "restart"] = choice("carry", "restart")
 
     def start(self, v: Tensor, v_hat: Tensor, z: Tensor) -> Local:
-        """The local state at step 1."""
+        """Return the local state before step 1."""
         return Local(m=torch.zeros_like(v), v=v, v_hat=v_hat if self.v_hat == "carry" else v, z=z)
 
     def step(self, down: DownT, client: ClientT, local: Local, x: Tensor, g: Tensor) -> tuple[Tensor, Local]:
@@ -66,11 +66,11 @@ class Up(NamedTuple):
 
 @dataclass(frozen=True)
 class FANT(NaiveTracking[Server, Down, Client, Up]):
-    """Adam at the clients with a SCAFFOLD correction added AFTER the moments: the naive way.
+    """Adam at the clients with SCAFFOLD's correction added AFTER the moments: the naive way.
 
         m, v, v_hat as in FAdamGC, on the raw g
         x_i = x_i - eta_l ( m / (sqrt(v_hat) + eps) + y - y_i )
-        y_i = y_i - y + (x - x_i) / (K eta_l)            if tracked, else as it was
+        y_i = y_i - y + (x - x_i) / (K eta_l)            if tracked, else unchanged
         x   = x + eta_g mean(x_i - x)                    over the S sampled clients
         y   = y + (1/n) sum of (y_i new - y_i old)       over the tracked clients
 
@@ -81,6 +81,9 @@ class FANT(NaiveTracking[Server, Down, Client, Up]):
         beta2: decay of the second moment.
         eps: added to the denominator; with 0 a coordinate whose v_hat is 0 gets no Adam step.
         v_hat: "carry" keeps v_hat between rounds, "restart" starts it from v_i in each round.
+
+    References:
+        Chen et al., Gradient Correction in Federated Learning with Adaptive Optimization, appendix.
     """
 
     title: ClassVar[str] = "FA-NT"
@@ -110,71 +113,3 @@ class FANT(NaiveTracking[Server, Down, Client, Up]):
             x=server.x + self.eta_g * (total.dx / cohort.S),
             y=server.y + total.dy / cohort.n,
         )
-
-
-class ModelOnly(NamedTuple):
-    x: Tensor
-
-
-class LocalFormClient(NamedTuple):
-    z_open: Tensor  # z_i + (x_i - x) / (K eta_l) of the last round: the next z_i without the server's part
-    x: Tensor  # the server's x of that round
-    rate: Tensor  # 1 / (K eta_g eta_l) of that round; 0 before the first
-    v: Tensor
-    v_hat: Tensor
-
-
-class DeltaOnly(NamedTuple):
-    dx: Tensor
-
-
-@dataclass(frozen=True)
-class FANTLocal(NaiveTracking[ModelOnly, ModelOnly, LocalFormClient, DeltaOnly]):
-    """FA-NT for full participation: z_i = y - y_i stays at the client and only x travels.
-
-    If all clients are sampled and tracked and do the same K, FA-NT needs neither y nor y_i:
-
-        x_i = x_i - eta_l ( m / (sqrt(v_hat) + eps) + z_i )
-        z_i = z_i + ( (x_i - x) - (x_new - x) / eta_g ) / (K eta_l)      when x_new arrives
-
-    The paper prints (x_i - x_new) / (K eta_g eta_l) for the last term, which is this at eta_g = 1. For
-    any other eta_g the printed rule is not FA-NT (its z_i no longer sum to zero); this one is.
-
-    Args:
-        eta_l: local step size.
-        eta_g: global step size.
-        beta1: decay of the first moment.
-        beta2: decay of the second moment.
-        eps: added to the denominator; with 0 a coordinate whose v_hat is 0 gets no Adam step.
-        v_hat: "carry" keeps v_hat between rounds, "restart" starts it from v_i in each round.
-    """
-
-    title: ClassVar[str] = "FA-NT (local form)"
-
-    @property
-    def full_participation(self) -> bool:
-        return True
-
-    def init_server(self, x: Tensor, g: Tensor | None = None) -> ModelOnly:
-        return ModelOnly(x)
-
-    def init_client(self, x: Tensor, g: Tensor | None = None) -> LocalFormClient:
-        zero = torch.zeros_like(x)
-        return LocalFormClient(z_open=zero, x=zero, rate=number(x), v=zero, v_hat=zero)
-
-    def broadcast(self, server: ModelOnly) -> ModelOnly:
-        return ModelOnly(server.x)
-
-    def begin(self, down: ModelOnly, client: LocalFormClient, g: Tensor | None = None) -> Local:
-        return self.start(client.v, client.v_hat, z=client.z_open - client.rate * (down.x - client.x))
-
-    def finish(
-        self, down: ModelOnly, client: LocalFormClient, local: Local, x: Tensor, K: Steps, tracked: Flag
-    ) -> tuple[LocalFormClient, DeltaOnly]:
-        dx = x - down.x
-        z_open = local.z + dx / (K * self.eta_l)
-        rate = number(x, 1.0) / (K * self.eta_g * self.eta_l)
-        return LocalFormClient(z_open, down.x, rate, local.v, local.v_hat), DeltaOnly(dx)
-
-    def aggregate(self, server: ModelOnly, total: DeltaOnly, cohort: Cohort) -> ModelOnly:
-        return ModelOnly(server.x + self.eta_g * (total.dx / cohort.S))

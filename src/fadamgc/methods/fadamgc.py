@@ -26,7 +26,7 @@ class Down(NamedTuple):
 class Client(NamedTuple):
     y: Tensor  # control variate y_i: the mean raw gradient of the last tracked round
     v: Tensor  # second moment
-    v_hat: Tensor  # its running maximum
+    v_hat: Tensor  # running maximum of v
 
 
 class Local(NamedTuple):
@@ -50,7 +50,7 @@ class FAdamGC(Algorithm[Server, Down, Client, Local, Up]):
         v     = beta2 v + (1 - beta2) g_hat^2            kept by the client between rounds
         v_hat = max(v_hat, v)
         x_i   = x_i - eta_l m / (sqrt(v_hat) + eps)
-        y_i   = (1/K) sum of the raw g                   if tracked, else as it was
+        y_i   = (1/K) sum of the raw g                   if tracked, else unchanged
         x     = x + eta_g mean(x_i - x)                  over the S sampled clients
         y     = y + (1/n) sum of (y_i new - y_i old)     over the tracked clients
 

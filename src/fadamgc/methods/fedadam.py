@@ -18,7 +18,7 @@ class Server(NamedTuple):
     x: Tensor
     m: Tensor
     v: Tensor
-    t: Tensor  # rounds done, shape (1,); read by the bias correction
+    t: Tensor  # number of finished rounds, shape (1,), for the bias correction
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class FedAdam(LocalSGD[Server]):
 
         x_i = x_i - eta_l g
         D   = mean(x_i - x)
-        m   = beta1 m + (1 - beta1) D                    m = 0 at first
+        m   = beta1 m + (1 - beta1) D                    m = 0 before round 1
         v   = beta2 v + (1 - beta2) D^2
         x   = x + eta_g m / (sqrt(v) + tau)
 
@@ -37,8 +37,8 @@ class FedAdam(LocalSGD[Server]):
         beta1: decay of the server's first moment.
         beta2: decay of the server's second moment.
         tau: the degree of adaptivity, added to the denominator.
-        v0: where v starts; None is tau^2.
-        bias_correction: divide m by 1 - beta1^t and v by 1 - beta2^t, t the round from 1.
+        v0: initial value of v; None is tau^2.
+        bias_correction: divide m by 1 - beta1^t and v by 1 - beta2^t, where t is the round, from 1.
 
     References:
         Reddi et al. 2020, Adaptive Federated Optimization.

@@ -23,11 +23,11 @@ class Server(NamedTuple):
 
 @dataclass(frozen=True)
 class FedAMS(LocalSGD[Server]):
-    """FedAMS of Wang et al., in its two options.
+    """FedAMS of Wang et al., with its two options.
 
         x_i   = x_i - eta_l g
         D     = mean(x_i - x)
-        m     = beta1 m + (1 - beta1) D                  m = v = v_hat = 0 at first
+        m     = beta1 m + (1 - beta1) D                  m = v = v_hat = 0 before round 1
         v     = beta2 v + (1 - beta2) D^2
         v_hat = max(v_hat, v, eps) ; x = x + eta_g m / sqrt(v_hat)            "fedams"
         v_hat = max(v_hat, v)      ; x = x + eta_g m / (sqrt(v_hat) + eps)    "amsgrad"

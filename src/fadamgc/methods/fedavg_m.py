@@ -30,17 +30,17 @@ class Up(NamedTuple):
 class FedAvgM(Algorithm[Server, Down, Empty, Empty, Up]):
     """FedAvg-M of Cheng et al., the rule also known as FedCM.
 
-        x_i = x_i - eta_l ( beta g + (1 - beta) G )      beta weighs the FRESH gradient
-        G   = -mean(x_i - x) / (eta_l K)                 G = 0 at first
+        x_i = x_i - eta_l ( beta g + (1 - beta) G )      beta: weight of the FRESH gradient
+        G   = -mean(x_i - x) / (eta_l K)                 G = 0 before round 1
         x   = x + eta_g mean(x_i - x)
 
-    It is not the server momentum of Hsu et al. that other libraries call FedAvgM. Where K differs
-    between clients, the K of G is the round's mean, so that every local step counts the same.
+    This is not the server momentum of Hsu et al. that other libraries call FedAvgM. Where K differs
+    between clients, G uses the mean K of the round, so that every local step has the same weight.
 
     Args:
         eta_l: local step size.
         eta_g: global step size.
-        beta: weight of the fresh gradient; 1 is FedAvg.
+        beta: weight of the fresh gradient; with 1, the method is FedAvg.
 
     References:
         Cheng et al. 2023, Momentum Benefits Non-IID Federated Learning Simply and Provably.

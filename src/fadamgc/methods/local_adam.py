@@ -1,4 +1,4 @@
-"""LocalAdam: Adam at the clients, averaging at the server, no correction."""
+"""LocalAdam: Adam at the clients, averaging at the server, without a correction."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Up(NamedTuple):
 
 @dataclass(frozen=True)
 class LocalAdam(Algorithm[Server, Down, Client, Local, Up]):
-    """FAdamGC without its correction, y = y_i = 0.
+    """FAdamGC without its correction: y = y_i = 0.
 
         m     = beta1 m + (1 - beta1) g                  m = 0 at the start of a round
         v     = beta2 v + (1 - beta2) g^2
@@ -53,7 +53,10 @@ class LocalAdam(Algorithm[Server, Down, Client, Local, Up]):
         beta2: decay of the second moment.
         eps: added to the denominator; with 0 a coordinate whose v_hat is 0 does not move.
         v_hat: "carry" keeps v_hat between rounds, "restart" starts it from v_i in each round.
-        moments: "keep" the client's v and v_hat between rounds, or "reset" them to zero in each.
+        moments: "keep" the client's v and v_hat between rounds, or "reset" them to zero in each round.
+
+    References:
+        Chen et al., Gradient Correction in Federated Learning with Adaptive Optimization (a baseline there).
     """
 
     title: ClassVar[str] = "LocalAdam"

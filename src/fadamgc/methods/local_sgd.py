@@ -20,7 +20,7 @@ class Up(NamedTuple):
 
 @dataclass(frozen=True)
 class LocalSGD(Algorithm[ServerT, Down, Empty, Empty, Up]):
-    """Clients that do ``x_i = x_i - eta_l g``, keep nothing and send x_i - x; abstract."""
+    """Clients that take steps x_i = x_i - eta_l g, keep no state and send x_i - x; abstract."""
 
     def init_client(self, x: Tensor, g: Tensor | None = None) -> Empty:
         return Empty()

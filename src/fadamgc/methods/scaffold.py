@@ -28,7 +28,7 @@ class Client(NamedTuple):
 
 
 class Local(NamedTuple):
-    g_x: Tensor  # option I: the client's gradient at x; option II does not read it
+    g_x: Tensor  # option I: the client's gradient at x; option II does not use it
 
 
 class Up(NamedTuple):
@@ -49,7 +49,7 @@ class Scaffold(Algorithm[Server, Down, Client, Local, Up]):
     Args:
         eta_l: local step size.
         eta_g: global step size.
-        option: "II", or "I", which costs one more pass over the client's data in each round.
+        option: "II", or "I", which needs one more pass over the client's data per round.
         init: "zero", or "gradient" to start y_i and y at the clients' gradients at the initial model.
 
     References:

@@ -43,18 +43,18 @@ class ScaffoldM(Algorithm[Server, Down, Client, Local, Up]):
     """SCAFFOLD-M of Cheng et al.
 
         x_i = x_i - eta_l ( beta (g - y_i + y) + (1 - beta) G )
-        y_i = (1/K) sum of the raw g                     if tracked, else as it was
-        G   = -mean(x_i - x) / (eta_l K)                 G = 0 at first
+        y_i = (1/K) sum of the raw g                     if tracked, else unchanged
+        G   = -mean(x_i - x) / (eta_l K)                 G = 0 before round 1
         x   = x + eta_g mean(x_i - x)                    over the S sampled clients
         y   = y + (1/n) sum of (y_i new - y_i old)       over the tracked clients
 
-    Where K differs between clients, the K of G is the round's mean, so that every local step counts
-    the same.
+    Where K differs between clients, G uses the mean K of the round, so that every local step has the
+    same weight.
 
     Args:
         eta_l: local step size.
         eta_g: global step size.
-        beta: weight of the fresh gradient; 1 has SCAFFOLD's trajectory.
+        beta: weight of the fresh gradient; with 1, x follows SCAFFOLD's trajectory.
         init: "zero", or "gradient" to start y_i and y at the clients' gradients at the initial model.
 
     References:

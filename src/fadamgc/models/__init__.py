@@ -1,8 +1,8 @@
-"""Models to train, each made from its own seed: the global random numbers are left alone."""
+"""Models to train, each made from its own seed; torch's global random numbers do not change."""
 
 from fadamgc.models.cnn import cnn, cnn1d, convnet
-from fadamgc.models.inputs import PictureInput
+from fadamgc.models.inputs import ImageInput
 from fadamgc.models.mlp import mlp
 from fadamgc.models.resnet import resnet8, resnet18
 
-__all__ = ["PictureInput", "cnn", "cnn1d", "convnet", "mlp", "resnet8", "resnet18"]
+__all__ = ["ImageInput", "cnn", "cnn1d", "convnet", "mlp", "resnet8", "resnet18"]

@@ -1,35 +1,36 @@
-"""Small convolutional networks for pictures and for signals."""
+"""Small convolutional networks for images and for signals."""
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from torch import nn
 
-from fadamgc.data.partition import check_integer
+from fadamgc.errors import INT64_MAX, counts, whole
 from fadamgc.runtime import seeded
 
 
 def cnn(
     channels: int = 3, side: int = 32, outputs: int = 10, widths: tuple[int, int] = (32, 64), *, seed: int
 ) -> nn.Module:
-    """Two convolutions with pooling and two linear layers, in torch's default initialisation.
+    """Make two convolutions with pooling and two linear layers, with torch's default initialisation.
 
     Args:
-        channels: colour channels of a picture.
-        side: its height and width, a multiple of 4.
-        outputs: numbers in one output.
+        channels: colour channels of an image.
+        side: height and width of an image, a multiple of 4.
+        outputs: numbers per output.
         widths: channels of the two convolutions; the hidden linear layer has eight times the first.
         seed: of the initial weights; the same seed gives the same weights.
 
     >>> sum(p.numel() for p in cnn(seed=0).parameters())
     1070794
     """
-    for name, value in (("channels", channels), ("outputs", outputs), ("widths", min(widths))):
-        check_integer(name, value, 1)
-    check_integer("side", side, 4)
-    check_integer("seed", seed, 0)
     a, b = widths
+    counts(channels=channels, outputs=outputs, widths=a)
+    counts(widths=b)
+    whole("side", side, 4, INT64_MAX)
     hidden = 8 * a
-    with seeded(seed):
+    with seeded(whole("seed", seed, 0, INT64_MAX)):
         return nn.Sequential(
             nn.Conv2d(channels, a, kernel_size=3, padding=1),
             nn.ReLU(),
@@ -45,23 +46,21 @@ def cnn(
 
 
 def convnet(channels: int = 3, side: int = 32, outputs: int = 10, width: int = 16, *, seed: int) -> nn.Module:
-    """Two strided convolutions with group norm and a linear layer: little work for its accuracy.
+    """Make two strided convolutions with group norm and a linear layer: little work for its accuracy.
 
     Args:
-        channels: colour channels of a picture.
-        side: its height and width, a multiple of 4.
-        outputs: numbers in one output.
+        channels: colour channels of an image.
+        side: height and width of an image, a multiple of 4.
+        outputs: numbers per output.
         width: channels of the first convolution; the second has twice as many.
         seed: of the initial weights; the same seed gives the same weights.
 
     >>> sum(p.numel() for p in convnet(side=16, seed=0).parameters())
     10602
     """
-    for name, value in (("channels", channels), ("outputs", outputs), ("width", width)):
-        check_integer(name, value, 1)
-    check_integer("side", side, 4)
-    check_integer("seed", seed, 0)
-    with seeded(seed):
+    counts(channels=channels, outputs=outputs, width=width)
+    whole("side", side, 4, INT64_MAX)
+    with seeded(whole("seed", seed, 0, INT64_MAX)):
         return nn.Sequential(
             nn.Conv2d(channels, width, kernel_size=4, stride=2, padding=1, bias=False),
             nn.GroupNorm(_groups(width), width),
@@ -75,34 +74,30 @@ def convnet(channels: int = 3, side: int = 32, outputs: int = 10, width: int = 1
 
 
 def cnn1d(channels: int = 9, outputs: int = 6, width: int = 16, *, seed: int) -> nn.Module:
-    """Two convolutions over time with group norm and pooling, a mean over time, a linear layer.
+    """Make two convolutions over time with group norm and pooling, a mean over time, a linear layer.
 
     Args:
-        channels: signals.
-        outputs: numbers in one output.
+        channels: number of signals.
+        outputs: numbers per output.
         width: channels of the first convolution; the second has twice as many.
         seed: of the initial weights; the same seed gives the same weights.
 
     >>> sum(p.numel() for p in cnn1d(seed=0).parameters())
     3574
     """
-    for name, value in (("channels", channels), ("outputs", outputs), ("width", width)):
-        check_integer(name, value, 1)
-    check_integer("seed", seed, 0)
-    with seeded(seed):
+    counts(channels=channels, outputs=outputs, width=width)
+    with seeded(whole("seed", seed, 0, INT64_MAX)):
         layers: list[nn.Module] = []
-        before = channels
-        for after in (width, 2 * width):
+        for a, b in pairwise((channels, width, 2 * width)):
             layers += [
-                nn.Conv1d(before, after, kernel_size=5, padding=2, bias=False),
-                nn.GroupNorm(_groups(after), after),
+                nn.Conv1d(a, b, kernel_size=5, padding=2, bias=False),
+                nn.GroupNorm(_groups(b), b),
                 nn.ReLU(),
                 nn.MaxPool1d(4),
             ]
-            before = after
-        return nn.Sequential(*layers, nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(before, outputs))
+        return nn.Sequential(*layers, nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(2 * width, outputs))
 
 
 def _groups(channels: int) -> int:
-    """Groups of at least four channels, eight groups at most."""
+    """Return the number of groups: at most eight, of at least four channels each."""
     return next(g for g in (8, 4, 2, 1) if channels % g == 0 and (g == 1 or channels // g >= 4))

@@ -1,4 +1,4 @@
-"""The first layer of a network for pictures: bytes in, normalised numbers out."""
+"""The first layer of a network for images: bytes in, normalised numbers out."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-BORDER = 8  # a picture is moved by up to an eighth of its side
+BORDER = 8  # an image is shifted by up to an eighth of its side
 
 
-class PictureInput(nn.Module):
-    """Normalises pictures, and while training may flip and move them, each in its own way.
+class ImageInput(nn.Module):
+    """Normalise images, and in training mode flip and shift each of them at random.
 
-    Pictures stay bytes until here, which takes a quarter of the memory.
+    Images stay bytes until this layer, which takes a quarter of the memory.
 
     Args:
-        mean: of the pixels of each colour, as shares of white.
-        std: their standard deviation.
-        augment: "none", "flip" (left and right, half of the pictures) or "crop-flip" (also moved by up to
+        mean: mean of the pixels of each colour, as shares of white.
+        std: standard deviation of the pixels of each colour.
+        augment: "none", "flip" (left and right, half of the images) or "crop-flip" (also shifted by up to
             an eighth of the side, with black around).
     """
 
@@ -32,14 +32,15 @@ class PictureInput(nn.Module):
         self.register_buffer("mean", 255 * torch.tensor(mean)[:, None, None], persistent=False)
         self.register_buffer("std", 255 * torch.tensor(std)[:, None, None], persistent=False)
 
-    def forward(self, pictures: Tensor) -> Tensor:
-        """Pictures (n, colours, side, side) as numbers of mean 0 and standard deviation 1."""
-        x = (pictures.to(self.mean.dtype) - self.mean) / self.std
-        if self.training and self.augment != "none":
-            x = self._changed(x)
-        return x
+    def _get_name(self) -> str:
+        return "ImageInput"  # the name in the fingerprint of checkpoints, which stays the same
 
-    def _changed(self, x: Tensor) -> Tensor:
+    def forward(self, images: Tensor) -> Tensor:
+        """Return images (n, colours, side, side) as numbers of mean 0 and standard deviation 1."""
+        x = (images.to(self.mean.dtype) - self.mean) / self.std
+        return self._augmented(x) if self.training and self.augment != "none" else x
+
+    def _augmented(self, x: Tensor) -> Tensor:
         n, _, side, _ = x.shape
         flip = torch.rand(n, device=x.device) < 0.5
         x = torch.where(flip[:, None, None, None], x.flip(-1), x)
@@ -48,9 +49,9 @@ class PictureInput(nn.Module):
         border = side // BORDER
         padded = F.pad(x, (border,) * 4)
         down, right = (torch.randint(2 * border + 1, (n,), device=x.device) for _ in range(2))
-        at = torch.arange(side, device=x.device)
+        pixel = torch.arange(side, device=x.device)
         sample = torch.arange(n, device=x.device)[:, None, None]
-        rows, columns = (down[:, None] + at)[:, :, None], (right[:, None] + at)[:, None, :]
-        moved = padded.permute(0, 2, 3, 1)[sample, rows, columns].permute(0, 3, 1, 2)
+        rows, columns = (down[:, None] + pixel)[:, :, None], (right[:, None] + pixel)[:, None, :]
+        shifted = padded.permute(0, 2, 3, 1)[sample, rows, columns].permute(0, 3, 1, 2)
         last = x.is_contiguous(memory_format=torch.channels_last)
-        return moved.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
+        return shifted.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)

@@ -7,31 +7,29 @@ from itertools import pairwise
 
 from torch import nn
 
-from fadamgc.data.partition import check_integer
-from fadamgc.errors import InputError, listed, shown
+from fadamgc.errors import INT64_MAX, InputError, counts, listed, shown, whole
 from fadamgc.runtime import seeded
 
 
 def mlp(inputs: int, hidden: Sequence[int], outputs: int, seed: int) -> nn.Module:
-    """Linear layers with ReLU between them, in torch's default initialisation.
+    """Make linear layers with ReLU between them, with torch's default initialisation.
 
     Args:
-        inputs: numbers in one sample; samples of any shape are flattened.
+        inputs: numbers per sample; samples of any shape are flattened.
         hidden: widths of the hidden layers; empty gives a linear model.
-        outputs: numbers in one output.
+        outputs: numbers per output.
         seed: of the initial weights; the same seed gives the same weights.
 
     >>> sum(p.numel() for p in mlp(64, [64], 10, seed=0).parameters())
     4810
     """
     if (layers := listed(hidden)) is None:
-        raise InputError(f"hidden={shown(hidden)}; accepted is a list of integers, the widths of the layers")
-    widths = [inputs, *layers, outputs]
-    for name, width in zip(("inputs", *["hidden"] * len(layers), "outputs"), widths, strict=True):
-        check_integer(name, width, 1)
-    check_integer("seed", seed, 0)
+        raise InputError(f"hidden={shown(hidden)} is not accepted; it must be a list of widths")
+    counts(inputs=inputs, outputs=outputs)
+    for width in layers:
+        counts(hidden=width)
     modules: list[nn.Module] = [nn.Flatten()]
-    with seeded(seed):
-        for a, b in pairwise(widths):
+    with seeded(whole("seed", seed, 0, INT64_MAX)):
+        for a, b in pairwise([inputs, *layers, outputs]):
             modules += [nn.Linear(a, b), nn.ReLU()]
     return nn.Sequential(*modules[:-1])

@@ -1,10 +1,10 @@
-"""BERT and GPT-2 over the tokens that are there, and no others.
+"""BERT and GPT-2 without computation for padding.
 
-The texts of a batch differ in length, and transformers computes as much for each as for the longest. Here
-the tokens of all texts lie one after the other, so that everything but the attention, a few percent of the
-work, is done for tokens that are there. A classifier looks at one token of what the last layer gives, so
-that layer is computed for this one alone (its keys and values for all). What comes out is what transformers
-computes, to rounding: the parts are its own modules, with their adapters.
+The texts of a batch differ in length, and transformers computes as much for each text as for the longest.
+Here the tokens of all texts are concatenated, so that everything except the attention (a few percent of the
+work) is computed for real tokens only. A classifier uses one token of the last layer's output, so that layer
+is computed for this token alone (its keys and values for all). The outputs equal those of transformers, to
+rounding: the parts are its own modules, with their adapters.
 """
 
 from __future__ import annotations
@@ -18,89 +18,89 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 class Layout(NamedTuple):
-    """Where the tokens of a batch lie."""
+    """The positions of a batch's tokens."""
 
-    there: Tensor  # (texts, length): whether there is a token
-    at: Tensor  # for each token, its place in (texts x length)
+    mask: Tensor  # (texts, length): False is padding
+    position: Tensor  # for each token, its index in (texts x length)
     first: Tensor  # for each text, the number of its first token
-    last: Tensor  # and of its last
+    last: Tensor  # for each text, the number of its last token
 
     @classmethod
-    def of(cls, there: Tensor) -> Layout:
-        """Of texts that begin at the left and have no holes."""
-        end = there.sum(dim=1).cumsum(0)
+    def of(cls, mask: Tensor) -> Layout:
+        """Return the layout of texts whose padding is on the right."""
+        end = mask.sum(dim=1).cumsum(0)
         first = torch.cat([end.new_zeros(1), end[:-1]])
-        return cls(there, there.flatten().nonzero()[:, 0], first, end - 1)
+        return cls(mask, mask.flatten().nonzero()[:, 0], first, end - 1)
 
     def pack(self, x: Tensor) -> Tensor:
-        """(texts, length, ...) as (tokens, ...)."""
+        """Return (texts, length, ...) as (tokens, ...)."""
         x = x.flatten(0, 1)
-        return x if len(self.at) == len(x) else x[self.at]
+        return x if len(self.position) == len(x) else x[self.position]
 
-    def spread(self, x: Tensor) -> Tensor:
-        """(tokens, width) as (texts, length, width), 0 where there is no token."""
-        texts, length = self.there.shape
+    def unpack(self, x: Tensor) -> Tensor:
+        """Return (tokens, width) as (texts, length, width), with 0 for padding."""
+        texts, length = self.mask.shape
         if len(x) != texts * length:
-            x = x.new_zeros(texts * length, x.shape[1]).index_copy(0, self.at, x)
+            x = x.new_zeros(texts * length, x.shape[1]).index_copy(0, self.position, x)
         return x.view(texts, length, -1)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, heads: int, causal: bool, **options: Any) -> Tensor:
-        """Attention among the tokens of each text; of all tokens, or of one a text where q is as long."""
-        alone = len(q) == len(self.there)
+        """Compute the attention within each text; q has all tokens, or one token per text."""
+        single = len(q) == len(self.mask)
 
         def split(x: Tensor) -> Tensor:
             return x.view(*x.shape[:2], heads, -1).transpose(1, 2)
 
-        query = split(q[:, None] if alone else self.spread(q))
-        if causal and not alone:  # what is not there comes after all that is
+        query = split(q[:, None] if single else self.unpack(q))
+        if causal and not single:  # padding comes after all tokens
             options["is_causal"] = True
         else:
-            options["attn_mask"] = self.there[:, None, None]
-        out = scaled_dot_product_attention(query, split(self.spread(k)), split(self.spread(v)), **options)
+            options["attn_mask"] = self.mask[:, None, None]
+        out = scaled_dot_product_attention(query, split(self.unpack(k)), split(self.unpack(v)), **options)
         out = out.transpose(1, 2).flatten(2)
-        return out[:, 0] if alone else self.pack(out)
+        return out[:, 0] if single else self.pack(out)
 
 
 class Packed(ABC):
-    """A transformer for the classification of texts, in parts.
+    """The parts of a transformer that classifies texts.
 
     Args:
-        classifier: transformers' model.
+        classifier: a model of transformers.
     """
 
     body: Any
     layers: nn.ModuleList
-    embeddings: tuple[str, ...]  # names in the body of what comes before the layers
+    embeddings: tuple[str, ...]  # names of the modules in the body that come before the layers
 
     def __init__(self, classifier: Any) -> None:
         self.classifier = classifier
 
     def run(self, x: Tensor, layout: Layout, first: int = 0) -> Tensor:
-        """Logits from what goes into a layer, (tokens, width)."""
+        """Return the logits from the input (tokens, width) of layer ``first``."""
         for i in range(first, len(self.layers)):
-            chosen = self.chosen(layout) if i == len(self.layers) - 1 else None
-            x = self.layer(i, x, layout, chosen)
+            selected = self.selected(layout) if i == len(self.layers) - 1 else None
+            x = self.layer(i, x, layout, selected)
         return self.head(x)
 
     @abstractmethod
     def embed(self, tokens: Tensor, positions: Tensor, types: Tensor | None) -> Tensor:
-        """What goes into the first layer; everything has one number a token."""
+        """Return the input of the first layer; each argument has one number per token."""
 
     @abstractmethod
-    def layer(self, i: int, x: Tensor, layout: Layout, chosen: Tensor | None = None) -> Tensor:
-        """What comes out of a layer, for all tokens or for those that are chosen."""
+    def layer(self, i: int, x: Tensor, layout: Layout, selected: Tensor | None = None) -> Tensor:
+        """Return the output of a layer, for all tokens or for the selected ones."""
 
     @abstractmethod
-    def chosen(self, layout: Layout) -> Tensor:
-        """The token of each text that the head looks at."""
+    def selected(self, layout: Layout) -> Tensor:
+        """Return the number of the token of each text that the head uses."""
 
     @abstractmethod
     def head(self, x: Tensor) -> Tensor:
-        """Logits from what comes out of the last layer for the chosen tokens."""
+        """Return the logits from the last layer's output for the selected tokens."""
 
 
-class Bert(Packed):
-    """An encoder; its first token stands for the text."""
+class _Bert(Packed):
+    """An encoder; the head uses the first token."""
 
     embeddings = ("embeddings",)
 
@@ -109,41 +109,37 @@ class Bert(Packed):
         self.body, self.layers = classifier.bert, classifier.bert.encoder.layer
 
     def embed(self, tokens: Tensor, positions: Tensor, types: Tensor | None) -> Tensor:
-        """See ``Packed``."""
         types = torch.zeros_like(tokens) if types is None else types
         x: Tensor = self.body.embeddings(tokens[None], types[None], positions[None])
         return x[0]
 
-    def layer(self, i: int, x: Tensor, layout: Layout, chosen: Tensor | None = None) -> Tensor:
-        """See ``Packed``."""
+    def layer(self, i: int, x: Tensor, layout: Layout, selected: Tensor | None = None) -> Tensor:
         layer: Any = self.layers[i]
-        own = layer.attention.self
-        at = x if chosen is None else x[chosen]
-        found = layout.attend(
-            own.query(at),
-            own.key(x),
-            own.value(x),
-            own.num_attention_heads,
+        attention = layer.attention.self
+        residual = x if selected is None else x[selected]
+        hidden = layout.attend(
+            attention.query(residual),
+            attention.key(x),
+            attention.value(x),
+            attention.num_attention_heads,
             causal=False,
-            dropout_p=own.dropout.p if own.training else 0.0,
-            scale=own.scaling,
+            dropout_p=attention.dropout.p if attention.training else 0.0,
+            scale=attention.scaling,
         )
-        found = layer.attention.output(found, at)
-        out: Tensor = layer.output(layer.intermediate(found), found)
+        hidden = layer.attention.output(hidden, residual)
+        out: Tensor = layer.output(layer.intermediate(hidden), hidden)
         return out
 
-    def chosen(self, layout: Layout) -> Tensor:
-        """See ``Packed``."""
+    def selected(self, layout: Layout) -> Tensor:
         return layout.first
 
     def head(self, x: Tensor) -> Tensor:
-        """See ``Packed``."""
         logits: Tensor = self.classifier.classifier(self.classifier.dropout(self.body.pooler(x[:, None])))
         return logits
 
 
-class Gpt2(Packed):
-    """A decoder, which has seen the text when it has seen its last token."""
+class _Gpt2(Packed):
+    """A decoder; the head uses the last token, which depends on the whole text."""
 
     embeddings = ("wte", "wpe", "drop")
 
@@ -152,50 +148,45 @@ class Gpt2(Packed):
         self.body, self.layers = classifier.transformer, classifier.transformer.h
 
     def embed(self, tokens: Tensor, positions: Tensor, types: Tensor | None) -> Tensor:
-        """See ``Packed``."""
         x = self.body.wte(tokens) + self.body.wpe(positions)
         dropped: Tensor = self.body.drop(x if types is None else x + self.body.wte(types))
         return dropped
 
-    def layer(self, i: int, x: Tensor, layout: Layout, chosen: Tensor | None = None) -> Tensor:
-        """See ``Packed``."""
+    def layer(self, i: int, x: Tensor, layout: Layout, selected: Tensor | None = None) -> Tensor:
         layer: Any = self.layers[i]
-        own = layer.attn
-        q, k, v = own.c_attn(layer.ln_1(x)).chunk(3, dim=1)
-        if chosen is not None:
-            q, x = q[chosen], x[chosen]
-        found = layout.attend(
-            *(q, k, v, own.num_heads),
+        attention = layer.attn
+        q, k, v = attention.c_attn(layer.ln_1(x)).chunk(3, dim=1)
+        if selected is not None:
+            q, x = q[selected], x[selected]
+        hidden = layout.attend(
+            *(q, k, v, attention.num_heads),
             causal=True,
-            dropout_p=own.attn_dropout.p if own.training else 0.0,
-            scale=own.scaling,
+            dropout_p=attention.attn_dropout.p if attention.training else 0.0,
+            scale=attention.scaling,
         )
-        x = x + own.resid_dropout(own.c_proj(found))
+        x = x + attention.resid_dropout(attention.c_proj(hidden))
         out: Tensor = x + layer.mlp(layer.ln_2(x))
         return out
 
-    def chosen(self, layout: Layout) -> Tensor:
-        """See ``Packed``."""
+    def selected(self, layout: Layout) -> Tensor:
         return layout.last
 
     def head(self, x: Tensor) -> Tensor:
-        """See ``Packed``."""
         logits: Tensor = self.classifier.score(self.body.ln_f(x))
         return logits
 
 
-KINDS: dict[str, type[Bert | Gpt2]] = {
-    "BertForSequenceClassification": Bert,
-    "GPT2ForSequenceClassification": Gpt2,
+KINDS: dict[str, type[_Bert | _Gpt2]] = {
+    "BertForSequenceClassification": _Bert,
+    "GPT2ForSequenceClassification": _Gpt2,
 }
 
 
 def packed(classifier: nn.Module) -> Packed | None:
-    """The parts of a classifier of transformers', or None where they are not known."""
+    """Return the parts of a classifier of transformers; None if it cannot be computed without padding."""
     kind = KINDS.get(type(classifier).__name__)
     config: Any = getattr(classifier, "config", None)
-    decoder = kind is Bert and config.is_decoder
-    if kind is None or decoder or config.add_cross_attention:
+    if kind is None or (kind is _Bert and config.is_decoder) or config.add_cross_attention:
         return None
     if getattr(config, "position_embedding_type", "absolute") != "absolute":
         return None
@@ -203,5 +194,5 @@ def packed(classifier: nn.Module) -> Packed | None:
     if parts.body.is_gradient_checkpointing:
         return None
     if any(hasattr(getattr(layer, "attn", None), "modules_to_save") for layer in parts.layers):
-        return None  # a copy of the attention, in which peft's adapters are not those that it uses
+        return None  # peft has copied the attention; adapters would be applied to the wrong copy
     return parts

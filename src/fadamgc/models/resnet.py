@@ -1,4 +1,4 @@
-"""Residual networks with the stem for small pictures."""
+"""Residual networks with the stem for small images."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from typing import Literal
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fadamgc.data.partition import check_integer
-from fadamgc.errors import InputError
+from fadamgc.errors import INT64_MAX, InputError, counts, whole
 from fadamgc.runtime import seeded
 
 GROUPS = 32
 
 
 class Block(nn.Module):
-    """Two 3x3 convolutions and a way around them."""
+    """Two 3x3 convolutions and a shortcut."""
 
     def __init__(self, inputs: int, outputs: int, stride: int, norm: str) -> None:
         super().__init__()
@@ -23,14 +22,14 @@ class Block(nn.Module):
         self.norm1 = _norm(norm, outputs)
         self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
         self.norm2 = _norm(norm, outputs)
-        self.around: nn.Module = nn.Identity()
+        self.around: nn.Module = nn.Identity()  # the shortcut; saved runs know its parameters by this name
         if stride != 1 or inputs != outputs:
             self.around = nn.Sequential(
                 nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False), _norm(norm, outputs)
             )
 
     def forward(self, x: Tensor) -> Tensor:
-        """The block's output."""
+        """Return the block's output."""
         hidden = F.relu(self.norm1(self.conv1(x)))
         return F.relu(self.norm2(self.conv2(hidden)) + self.around(x))
 
@@ -43,14 +42,13 @@ def resnet18(
     *,
     seed: int,
 ) -> nn.Module:
-    """ResNet-18 whose first layer is a 3x3 convolution of stride 1, without pooling (the CIFAR stem).
+    """Make a ResNet-18 whose first layer is a 3x3 convolution of stride 1, without pooling (the CIFAR stem).
 
     Args:
-        channels: colour channels of a picture.
-        outputs: numbers in one output.
-        norm: "group" (32 groups, or one a channel where there are fewer; no state to average between
-            clients) or "batch".
-        width: channels of the first stage; each later stage has twice those of the one before.
+        channels: colour channels of an image.
+        outputs: numbers per output.
+        norm: "group" (at most 32 groups; no state to average between clients) or "batch".
+        width: channels of the first stage; each stage has twice those of the previous one.
         seed: of the initial weights; the same seed gives the same weights.
 
     References:
@@ -70,14 +68,9 @@ def resnet8(
     *,
     seed: int,
 ) -> nn.Module:
-    """A residual network of laptop size: three stages of one block each, with the CIFAR stem.
+    """Make a residual network of laptop size: three stages of one block each, with the CIFAR stem.
 
-    Args:
-        channels: colour channels of a picture.
-        outputs: numbers in one output.
-        norm: "group" or "batch", as in ``resnet18``.
-        width: channels of the first stage; each later stage has twice those of the one before.
-        seed: of the initial weights; the same seed gives the same weights.
+    The arguments are those of ``resnet18``.
 
     >>> sum(p.numel() for p in resnet8(seed=0).parameters())
     78042
@@ -88,12 +81,10 @@ def resnet8(
 def _resnet(
     blocks: tuple[int, ...], channels: int, outputs: int, norm: str, width: int, seed: int
 ) -> nn.Module:
-    for name, value in (("channels", channels), ("outputs", outputs), ("width", width)):
-        check_integer(name, value, 1)
-    check_integer("seed", seed, 0)
+    counts(channels=channels, outputs=outputs, width=width)
     if norm not in ("group", "batch"):
         raise InputError(f"norm={norm!r} is not accepted; it must be 'group' or 'batch'")
-    with seeded(seed):
+    with seeded(whole("seed", seed, 0, INT64_MAX)):
         layers: list[nn.Module] = [
             nn.Conv2d(channels, width, 3, padding=1, bias=False),
             _norm(norm, width),

@@ -1,4 +1,4 @@
-"""Pretrained transformers that classify texts, of which only LoRA adapters and the head are trained."""
+"""Pretrained transformers that classify texts; only their LoRA adapters and head are trained."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ import torch
 from torch import Tensor, nn
 
 from fadamgc.cache import cached
-from fadamgc.data.texts import Texts
 from fadamgc.errors import InputError, whole
 from fadamgc.models.packed import Layout, Packed, packed
 from fadamgc.models.pretrained import Base, quiet
 from fadamgc.runtime import memory
 
-FORMAT = 2  # of cached outputs of lower layers
-NO_MATTER = ("drop", "label", "name_or_path", "version", "dtype")  # in a config, to what layers compute
-PADDING = -1  # a token that is none
-EVALUATED = 64  # texts in one forward pass of an evaluation, about equally long
+FORMAT = 2  # of the cached outputs of lower layers
+# Words in config keys that do not affect the outputs of the layers.
+IGNORED_CONFIG_KEYS = ("drop", "label", "name_or_path", "version", "dtype")
+PADDING = -1  # the token that marks padding
+EVALUATED = 64  # texts of similar length in one forward pass of an evaluation
 
 
 class TextClassifier(nn.Module):
-    """Texts as tokens, (texts, 1 or 2, length): what each token is, and to which text of a pair it belongs.
+    """A classifier of tokens (texts, 1 or 2, length): each token's number, and its text of a pair.
 
-    Where the lower layers have been computed beforehand, texts are what came out of these, (texts, length,
-    width + 1), the last number being 1 for a token and 0 for none.
+    If lower layers were computed beforehand, the input is their output, (texts, length, width + 1), whose
+    last number is 1 for a token and 0 for padding.
 
     Args:
-        net: a classifier of transformers', with its adapters.
-        pad: the token that stands for none.
-        first: so many layers have been computed beforehand, embeddings included; 0: nothing has.
+        net: a classifier of transformers, with its adapters.
+        pad: the tokenizer's padding token.
+        first: number of lower layers that were computed beforehand, with the embeddings; 0: nothing was.
     """
 
     def __init__(self, net: nn.Module, pad: int, first: int = 0) -> None:
@@ -43,16 +43,23 @@ class TextClassifier(nn.Module):
 
     @property
     def classifier(self) -> Any:
-        """The classifier of transformers' inside peft's model."""
+        """The classifier of transformers inside peft's model."""
         return self.net.get_submodule("base_model.model")
 
     @property
     def in_parts(self) -> bool:
-        """Whether its parts are known, so that the lower layers can be computed beforehand."""
+        """Whether lower layers can be computed beforehand, which needs the parts of the classifier."""
         return packed(self.classifier) is not None
 
+    @property
+    def parts(self) -> Packed:
+        """The parts of a classifier for which ``in_parts`` is True."""
+        parts = packed(self.classifier)
+        assert parts is not None
+        return parts
+
     def save_adapter(self, folder: str | Path) -> None:
-        """Write adapters and head in peft's own format; ``peft.PeftModel.from_pretrained`` reads them."""
+        """Write adapters and head in peft's format; ``peft.PeftModel.from_pretrained`` reads them."""
         net: Any = self.net
         place = Path(os.path.expanduser(folder))
         try:
@@ -65,83 +72,79 @@ class TextClassifier(nn.Module):
             raise InputError(f"folder={str(folder)!r} cannot be written: {error.strerror}") from None
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Logits. In evaluation mode, texts go through the net in the order of their lengths."""
-        there = inputs[..., -1] > 0 if self.first else inputs[:, 0] != PADDING
-        length = there.sum(dim=1)
+        """Return the logits. In evaluation mode, texts are processed in the order of their lengths."""
+        mask = inputs[..., -1] > 0 if self.first else inputs[:, 0] != PADDING
+        length = mask.sum(dim=1)
         if self.training or len(inputs) <= EVALUATED:
-            return self._logits(inputs, there[:, : int(length.max())])
+            return self._logits(inputs, mask[:, : int(length.max())])
         order = length.argsort(stable=True)
         pieces = [
-            self._logits(inputs[rows], there[rows, : int(length[rows].max())])
+            self._logits(inputs[rows], mask[rows, : int(length[rows].max())])
             for rows in torch.split(order, EVALUATED)
         ]
         return torch.cat(pieces)[order.argsort()]
 
-    def _logits(self, inputs: Tensor, there: Tensor) -> Tensor:
-        """Of texts that are cut to the longest of them."""
+    def _logits(self, inputs: Tensor, mask: Tensor) -> Tensor:
+        """Return the logits; the mask is as long as the longest text."""
         parts = packed(self.classifier)
+        length = mask.shape[1]
         if parts is None:
-            return self._padded(inputs[..., : there.shape[1]], there)
-        layout = Layout.of(there)
+            return self._padded_logits(inputs[..., :length], mask)
+        layout = Layout.of(mask)
         if self.first:
-            return parts.run(layout.pack(inputs[:, : there.shape[1], :-1]), layout, self.first)
+            return parts.run(layout.pack(inputs[:, :length, :-1]), layout, self.first)
         return parts.run(embedded(parts, inputs, layout), layout)
 
-    def _padded(self, tokens: Tensor, there: Tensor) -> Tensor:
-        """As transformers does it, for models whose parts are not known."""
-        ids = torch.where(there, tokens[:, 0], self.pad).long()
-        more = {} if tokens.shape[1] == 1 else {"token_type_ids": tokens[:, 1].clamp(min=0).long()}
-        logits: Tensor = self.classifier(input_ids=ids, attention_mask=there.long(), **more).logits
+    def _padded_logits(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        """Return the logits of transformers, for models that ``packed`` does not support."""
+        ids = torch.where(mask, tokens[:, 0], self.pad).long()
+        types = {} if tokens.shape[1] == 1 else {"token_type_ids": tokens[:, 1].clamp(min=0).long()}
+        logits: Tensor = self.classifier(input_ids=ids, attention_mask=mask.long(), **types).logits
         return logits
 
 
 def embedded(parts: Packed, tokens: Tensor, layout: Layout) -> Tensor:
-    """What goes into the first layer, for the tokens that are there."""
-    length = layout.there.shape[1]
+    """Return the input of the first layer, without padding."""
+    length = layout.mask.shape[1]
     planes = [layout.pack(tokens[:, i, :length]).long() for i in range(tokens.shape[1])]
     positions = layout.pack(torch.arange(length, device=tokens.device).expand(len(tokens), -1))
     return parts.embed(planes[0], positions, planes[1] if len(planes) > 1 else None)
 
 
-def encode(tokenizer: Any, texts: Texts, length: int) -> Tensor:
-    """Texts as tokens for a ``TextClassifier``; what is longer is cut.
+def encode(tokenizer: Any, first: list[str], second: list[str] | None, length: int) -> Tensor:
+    """Return texts, or pairs of texts, as tokens for a ``TextClassifier``, cut to ``length`` tokens.
 
-    Where a tokenizer puts nothing between the texts of a pair, as GPT-2's, a new line is there.
+    If the tokenizer puts nothing between the texts of a pair, as GPT-2's, a line break separates them.
     """
-    pair = texts.second is not None
-    marks = tokenizer.num_special_tokens_to_add(pair=pair)
-    whole("length", length, marks + (2 if pair else 1))  # a token of each text
-    first, second = texts.first, texts.second
-    if second is not None and not marks:
-        second = [f"\n{text}" for text in second]
-    made = tokenizer(first, *(() if second is None else (second,)), truncation=True, max_length=length)
-    ids, types = made["input_ids"], made.get("token_type_ids")
-    for i, one in enumerate(ids):
-        while one and one[-1] == tokenizer.pad_token_id:  # to transformers, the text ends before these
-            one.pop()
-        if len(one) <= marks:
-            raise InputError(f"text {i} ({texts.first[i][:40]!r}) has no tokens")
-    planes = [ids] if texts.second is None or types is None else [ids, types]
-    width = max(map(len, ids))
-    tokens = torch.full((len(ids), len(planes), width), PADDING, dtype=torch.int32)
+    pair = second is not None
+    special = tokenizer.num_special_tokens_to_add(pair=pair)
+    whole("length", length, special + (2 if pair else 1))  # one token per text
+    pairs = () if second is None else (second if special else [f"\n{text}" for text in second],)
+    encoded = tokenizer(first, *pairs, truncation=True, max_length=length)
+    ids, types = encoded["input_ids"], encoded.get("token_type_ids")
+    for i, tokens in enumerate(ids):
+        while tokens and tokens[-1] == tokenizer.pad_token_id:  # transformers would ignore these tokens
+            tokens.pop()
+        if len(tokens) <= special:
+            raise InputError(f"text {i} ({first[i][:40]!r}) has no tokens")
+    planes = [ids] if not pair or types is None else [ids, types]
+    result = torch.full((len(ids), len(planes), max(map(len, ids))), PADDING, dtype=torch.int32)
     for p, plane in enumerate(planes):
         for i, row in enumerate(plane):
-            tokens[i, p, : len(ids[i])] = torch.tensor(row[: len(ids[i])], dtype=torch.int32)
-    return tokens
+            result[i, p, : len(ids[i])] = torch.tensor(row[: len(ids[i])], dtype=torch.int32)
+    return result
 
 
 def without_lower_layers(model: TextClassifier, base: Base, upper_layers: int) -> TextClassifier:
-    """The classifier for texts that have gone through the lower layers (``lower``)."""
+    """Return a classifier whose inputs are the ``lower_outputs`` of texts."""
     first = base.layers - upper_layers
-    frozen = {id(p): p for p in model.net.parameters()}
-    upper = TextClassifier(copy.deepcopy(model.net, frozen), model.pad, first)  # other modules, same weights
-    parts = packed(upper.classifier)
-    assert parts is not None
-    gone = [getattr(parts.body, name) for name in parts.embeddings] + list(parts.layers[:first])
-    if any(p.requires_grad for part in gone for p in part.parameters()):
+    shared = {id(p): p for p in model.net.parameters()}
+    upper = TextClassifier(copy.deepcopy(model.net, shared), model.pad, first)  # new modules, same weights
+    parts = upper.parts
+    if any(p.requires_grad for module in _lower_modules(parts, first) for p in module.parameters()):
         raise InputError(
-            f"upper_layers={upper_layers} leaves the layers below as they are, but the adapters' config "
-            "trains something there; leave upper_layers out, or bias and modules_to_save below it"
+            f"upper_layers={upper_layers} does not train the layers below, but the adapters' config "
+            "trains something there; omit upper_layers, or bias and modules_to_save below it"
         )
     for name in parts.embeddings:
         setattr(parts.body, name, nn.Identity())
@@ -150,56 +153,55 @@ def without_lower_layers(model: TextClassifier, base: Base, upper_layers: int) -
     return upper
 
 
+def _lower_modules(parts: Packed, first: int) -> list[nn.Module]:
+    return [*(getattr(parts.body, name) for name in parts.embeddings), *parts.layers[:first]]
+
+
 @torch.no_grad()
-def lower(model: TextClassifier, base: Base, upper_layers: int, tokens: Tensor) -> Tensor:
-    """What comes out of the layers without adapters, for each token; with a 1 beside it, 0 where none is."""
+def lower_outputs(model: TextClassifier, base: Base, upper_layers: int, tokens: Tensor) -> Tensor:
+    """Compute the layers without adapters: their output per token, followed by 1 (padding: 0)."""
     width = int(model.classifier.config.hidden_size)
-    found = torch.zeros(len(tokens), tokens.shape[2], width + 1)
-    there = tokens[:, 0] != PADDING
-    length = there.sum(dim=1)
-    parts = packed(model.classifier)
-    assert parts is not None
-    was = model.training
+    outputs = torch.zeros(len(tokens), tokens.shape[2], width + 1)
+    mask = tokens[:, 0] != PADDING
+    length = mask.sum(dim=1)
+    parts, training = model.parts, model.training
     model.eval()
     try:
         for rows in torch.split(length.argsort(stable=True), EVALUATED):
             longest = int(length[rows].max())
-            layout = Layout.of(there[rows, :longest])
+            layout = Layout.of(mask[rows, :longest])
             x = embedded(parts, tokens[rows], layout)
             for i in range(base.layers - upper_layers):
                 x = parts.layer(i, x, layout)
-            found[rows, :longest, :-1] = layout.spread(x)
+            outputs[rows, :longest, :-1] = layout.unpack(x)
     finally:
-        model.train(was)
-    found[..., -1] = there.float()
-    return found
+        model.train(training)
+    outputs[..., -1] = mask.float()
+    return outputs
 
 
-def kept_lower(model: TextClassifier, base: Base, upper_layers: int, tokens: Tensor) -> Tensor:
-    """As ``lower``, from the cache where the same was computed before."""
+def cached_lower_outputs(model: TextClassifier, base: Base, upper_layers: int, tokens: Tensor) -> Tensor:
+    """Return ``lower_outputs``, from the cache if the same was computed before."""
     _check_memory(model, upper_layers, tokens)
     first = base.layers - upper_layers
-    parts = packed(model.classifier)
-    assert parts is not None
-    weights = [*(getattr(parts.body, name) for name in parts.embeddings), *parts.layers[:first]]
     config = model.classifier.config.to_dict()
-    facts = {key: config[key] for key in sorted(config) if not any(word in key for word in NO_MATTER)}
+    facts = {k: config[k] for k in sorted(config) if not any(word in k for word in IGNORED_CONFIG_KEYS)}
     digest = hashlib.sha256(repr((FORMAT, facts, first, tuple(tokens.shape))).encode())
     digest.update(tokens.numpy().tobytes())
-    for part in weights:
-        for value in part.state_dict().values():
+    for module in _lower_modules(model.parts, first):
+        for value in module.state_dict().values():
             digest.update(value.contiguous().numpy().tobytes())
     name = f"texts/{digest.hexdigest()[:32]}"
-    return torch.from_numpy(cached(name, lambda: lower(model, base, upper_layers, tokens).numpy()))
+    return torch.from_numpy(cached(name, lambda: lower_outputs(model, base, upper_layers, tokens).numpy()))
 
 
 def _check_memory(model: TextClassifier, upper_layers: int, tokens: Tensor) -> None:
     count, _, length = tokens.shape
-    need = 4 * count * length * (int(model.classifier.config.hidden_size) + 1)
-    there = memory()
-    if there is not None and need > there / 2:
+    size = 4 * count * length * (int(model.classifier.config.hidden_size) + 1)
+    available = memory()
+    if available is not None and size > available / 2:
         raise InputError(
-            f"upper_layers={upper_layers}: what comes out of the layers below, for {count:,} texts of up to "
-            f"{length} tokens, takes {need / 1e9:.0f} GB, more than half of the memory; take fewer texts or "
-            "a smaller length, or leave upper_layers out"
+            f"upper_layers={upper_layers}: the outputs of the layers below, for {count:,} texts of up to "
+            f"{length} tokens, take {size / 1e9:.0f} GB, more than half of the memory; use fewer texts or "
+            "a smaller length, or omit upper_layers"
         )

@@ -31,6 +31,7 @@ from fadamgc.experiments.report.tables import (
     final_cell,
     results_markdown,
     summary_markdown,
+    text_rows,
     to_target,
 )
 from fadamgc.files import write_atomic
@@ -119,7 +120,7 @@ def _next_to_paper(results: Results, published: PaperRow, key: Callable[[Row], s
     steps = [f"{algorithm.eta_l:g}, {getattr(algorithm, 'eta_g', 1):g}" for algorithm in algorithms]
     lines.append(["eta_l, eta_g, here", *steps])
     labels = [row.method.label for row in rows]
-    table = Table(["", *labels], [[Cell(text) for text in line] for line in lines], "l" + "r" * len(labels))
+    table = Table(["", *labels], text_rows(lines), "l" + "r" * len(labels))
     return table.to_markdown() + "\n" + "\n".join(sentences) + "\n"
 
 

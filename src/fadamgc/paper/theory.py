@@ -27,7 +27,7 @@ import torch
 from fadamgc.escape import csv_bytes, printable
 from fadamgc.experiments.report.numbers import ReportedExperiment, Spread, mean_of
 from fadamgc.experiments.report.plots import colour, image_files, tidy
-from fadamgc.experiments.report.tables import DIVERGED, Cell, Table
+from fadamgc.experiments.report.tables import DIVERGED, Table, text_rows
 from fadamgc.experiments.spec.sections import MethodSpec, Spec
 from fadamgc.federation.run import Run
 from fadamgc.methods.fa_nt import FANT
@@ -186,12 +186,8 @@ def bounds_markdown(lines: Sequence[Bound]) -> str:
     ]
     slopes = [(group, method, f"{p:.2f}") for group, method, p in speed_ups(lines)]
     tables = [
-        Table(header, [[Cell(text) for text in row] for row in rows], "llrrrlrrr"),
-        Table(
-            ["Group", "Method", "measured ~ (n K)^p, p ="],
-            [[Cell(text) for text in row] for row in slopes],
-            "llr",
-        ),
+        Table(header, text_rows(rows), "llrrrlrrr"),
+        Table(["Group", "Method", "measured ~ (n K)^p, p ="], text_rows(slopes), "llr"),
     ]
     return "\nThe leading terms have p = -0.5.\n\n".join(table.to_markdown() for table in tables)
 

@@ -2,28 +2,28 @@
 
 In the folder:
 
-    checkpoint.json      settings, and what of the other files counts, with digests; replaced last
-    checkpoint.jsonl     a line for each round, and for each change of who has which slot; only grows
+    checkpoint.json      settings, and which parts of the other files count, with digests; replaced last
+    checkpoint.jsonl     one line per round, and per change of the clients' slots; only grows
     checkpoint-*         server, buffers and the initial client state
-    states/states.bin    the clients' states, in slots; see ``sim/states.py``
+    states/states.bin    the clients' states, in slots; see ``file_states.py``
     .lock                locked from opening to the end of the run
 
-So a checkpoint costs what has changed since the one before, however long the run is and however many clients
-have taken part.
+So a checkpoint writes only what has changed since the one before, however long the run is and however many
+clients have taken part.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from filelock import BaseFileLock
-
 from fadamgc.algorithm import AnyAlgorithm
-from fadamgc.errors import CheckpointError, CheckpointInUseError, OtherRunError, shown, whole
-from fadamgc.federation.client_states import ClientStates, FileStates, Slots
+from fadamgc.bundle import Journal, has_bundle, read_bundle, remove_other_tensors, write_bundle
+from fadamgc.errors import CheckpointError, CheckpointInUseError, OtherRunError, UnwritableError, shown, whole
+from fadamgc.federation.client_states import ClientStates
 from fadamgc.federation.run import (
     NAME as RUN,
 )
@@ -41,20 +41,8 @@ from fadamgc.federation.run import (
     unpack_server,
 )
 from fadamgc.federation.settings import Settings
-from fadamgc.files import (
-    LOCK,
-    Journal,
-    as_json,
-    has_bundle,
-    in_use,
-    lock,
-    make_folder,
-    read_bundle,
-    remove_leftovers,
-    remove_other_tensors,
-    unwritable,
-    write_bundle,
-)
+from fadamgc.files import LOCK, as_json, lock, make_folder, remove_leftovers, unwritable
+from fadamgc.sim.file_states import FileStates, Slots
 from fadamgc.task import Task
 
 NAME = "checkpoint"
@@ -91,7 +79,7 @@ class Checkpoint:
         folder = folder.absolute()  # the working directory may change
         self.folder, self.writing = folder, writing
         self.slots: Slots | None = None
-        self._lock: BaseFileLock | None = None
+        self._lock: ExitStack | None = None
         self._journal = Journal(folder / f"{NAME}.jsonl")
         self._rounds = 0  # of the history that are in the journal
         self._table: dict[int, int] = {}  # which slot is whose, in the last checkpoint
@@ -99,12 +87,10 @@ class Checkpoint:
             make_folder(folder, private=True)
         try:
             self._lock = lock(folder)
-        except CheckpointError:
+        except UnwritableError:
             if writing:
                 raise
-            return  # nobody can write there, so there is nothing to wait for
-        if self._lock is None:
-            raise in_use(folder)
+            return  # nobody can write there, so no lock is needed
         self._locked = _identity(folder / LOCK)
 
     def _check_lock(self) -> None:
@@ -120,12 +106,12 @@ class Checkpoint:
         if self.slots is not None:
             self.slots.close()
         if self._lock is not None:
-            self._lock.release()
+            self._lock.close()
 
     def resume(
         self, resume: bool, identity: Mapping[str, Any], algorithm: AnyAlgorithm, settings: Settings
     ) -> Run | None:
-        """The run in the folder, if it is the one to resume; None if the folder has none."""
+        """Return the run in the folder, if it is the one to resume; None if the folder has none."""
         if not has_bundle(self.folder, NAME):
             return None
         if not resume:
@@ -143,7 +129,7 @@ class Checkpoint:
                 "ask for at least as many rounds, or give another folder"
             )
         if done and done < settings.rounds and done % settings.eval_every:
-            # It was evaluated because it was the last round; a run that never stopped has nothing there.
+            # It was evaluated because it was the last round; a run without a stop has no evaluation there.
             last = saved.history[-1]
             saved.history[-1] = dataclasses.replace(
                 last, test_loss=None, test_accuracy=None, test_metric=None
@@ -157,7 +143,7 @@ class Checkpoint:
         expected: str | None = None,
         identity: Mapping[str, Any] | None = None,
     ) -> Run:
-        """Read the checkpoint; one of another identity is refused before its states are looked at."""
+        """Read the checkpoint; one of another identity is refused before its states are read."""
         body, tensors = read_bundle(self.folder, NAME, (1, FORMAT))
         self._tensors = body["tensors"]
         if identity is not None:
@@ -182,11 +168,11 @@ class Checkpoint:
                 clients = self._from_slots(n, initial, table)
                 clients.changed = set(table)  # the journal does not have them
             run = assembled(body, algorithm, server, clients, buffers, history)
-            # Rounds may have been priced otherwise before the run was resumed.
+            # Rounds may have had other prices before the run was resumed.
             return dataclasses.replace(run, history=[record.priced(run.cost) for record in history])
 
     def new_slots(self, initial: Any) -> Slots:
-        """A new file for clients' states like the initial one."""
+        """Make a new file for clients' states like the initial one."""
         self.slots, self._table = Slots(initial, self.folder / STATES), {}
         self.slots.before_write = self._check_lock
         return self.slots
@@ -219,7 +205,7 @@ class Checkpoint:
         clients.changed.clear()
 
     def _replay(self, body: Mapping[str, Any]) -> list[Record]:
-        """The history that the journal has; who has which slot is noted for ``_table_of``."""
+        """Return the history in the journal, and note the clients' slots for ``_table_of``."""
         history: list[Record] = []
         self._entries: dict[int, tuple[int, int]] = {}
         for line in self._journal.read(body["journal"], self.folder / f"{NAME}.json"):
@@ -253,14 +239,14 @@ class Checkpoint:
     def _compare(self, settings: Mapping[str, Any], identity: Mapping[str, Any], done: int) -> None:
         for key, here in identity.items():
             saved, here = _without_none(settings.get(key)), _without_none(as_json(here))
-            if key == "schedule" and saved and here:  # it may have been made longer
+            if key == "schedule" and saved and here:  # it may be longer now
                 saved, here = saved[:done], here[:done]
             if saved != here:
                 raise OtherRunError(_difference(self.folder, key, saved, here))
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Which file a path leads to; None if there is none."""
+    """Return which file a path leads to; None if there is none."""
     try:
         found = path.stat()
     except OSError:
@@ -269,7 +255,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def _without_none(value: Any) -> Any:
-    """A table without the keys that have no value."""
+    """Return a table without the keys whose value is None."""
     return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import pickle
 from collections.abc import Callable, Mapping, Sequence
@@ -16,15 +15,14 @@ from typing import Any, Literal
 import torch
 
 from fadamgc.errors import FadamgcError, InputError, NonFiniteError, listed, nearest, reason, shown, whole
-from fadamgc.federation.problem import Problem
 from fadamgc.federation.run import Run
-from fadamgc.sim.engine import Engine, Hooks, Makers, prepare, simulate, stops
-from fadamgc.sim.executors import Executor, ExecutorChoice, Plan, VectorizedExecutor, make_executor
+from fadamgc.sim.executors import VectorizedExecutor
 from fadamgc.sim.progress import progress_bar
-from fadamgc.task import Task
+from fadamgc.sim.resources import Resources
+from fadamgc.sim.simulate import ARGUMENTS, StartedRun, start_from
 
-Outcome = Run | NonFiniteError
-AT_ONCE = 64  # runs that are in memory together
+Ending = Run | NonFiniteError
+IN_MEMORY = 64  # runs that are in memory together
 
 
 def simulate_many(
@@ -37,18 +35,18 @@ def simulate_many(
 ) -> list[Any]:
     """Run several simulations, such as seeds and step sizes, faster than one after the other.
 
-    Each is what ``simulate`` would make of the same arguments: the same history and the same model
+    Each run equals that of ``simulate`` with the same arguments: the same history and the same model
     (with ``executor="auto"``, if timing chooses the same executor). Runs of one algorithm on tasks of one
     model advance together, their clients in common blocks.
 
     Args:
-        runs: the arguments of each run that are its own, by the names that ``simulate`` has for them.
+        runs: one dict per run with arguments of ``simulate``.
         workers: processes to share the runs between; with more than one, a script needs the usual
             ``if __name__ == "__main__":`` and its tasks must be picklable.
         errors: what to do if a run's update is not finite: "raise", or "return" the NonFiniteError in the
-            place of the run and go on with the others.
-        progress: show a progress bar, where there is a terminal to show it on.
-        common: the arguments that all runs have in common. A ``checkpoint`` among them is a folder in which
+            place of the run and continue with the others.
+        progress: show a progress bar, if there is a terminal.
+        common: arguments that all runs have in common. A ``checkpoint`` among them is a folder in which
             each run has its own folder, ``run-0``, ``run-1`` and so on.
 
     Returns:
@@ -65,38 +63,38 @@ def simulate_many(
     whole("workers", workers, 1)
     if not isinstance(errors, str) or errors not in ("raise", "return"):
         raise InputError(f"errors={shown(errors)} is not accepted; it must be 'raise' or 'return'")
-    if (each := listed(runs)) is None:
+    if (listed_runs := listed(runs)) is None:
         raise InputError(f"runs={shown(runs)} is not accepted; give a list of dicts of arguments of simulate")
-    every = [_arguments(i, own, common) for i, own in enumerate(each)]
-    _check_folders(every)
-    count = min(workers, len(every))
-    if count <= 1:
-        return _in_this_process(every, errors, progress)
-    return _in_processes(every, errors, count)
+    arguments = [_arguments(i, run, common) for i, run in enumerate(listed_runs)]
+    _check_folders(arguments)
+    processes = min(workers, len(arguments))
+    if processes <= 1:
+        return _in_this_process(arguments, errors, progress)
+    return _in_processes(arguments, errors, processes)
 
 
-def _arguments(i: int, own: Any, common: Mapping[str, Any]) -> dict[str, Any]:
-    known = [name for name in inspect.signature(simulate).parameters if name != "progress"]
-    if not isinstance(own, Mapping):
-        raise InputError(f"runs[{i}]={shown(own)} is not accepted; give a dict of arguments of simulate")
-    every = {**common, **own}
-    if isinstance(common.get("checkpoint"), (str, os.PathLike)) and "checkpoint" not in own:
-        every["checkpoint"] = Path(common["checkpoint"]) / f"run-{i}"
-    for name in every:
-        if name not in known:
+def _arguments(i: int, run: Any, common: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of one run, those that all runs share included."""
+    if not isinstance(run, Mapping):
+        raise InputError(f"runs[{i}]={shown(run)} is not accepted; give a dict of arguments of simulate")
+    arguments = {**common, **run}
+    if isinstance(common.get("checkpoint"), (str, os.PathLike)) and "checkpoint" not in run:
+        arguments["checkpoint"] = Path(common["checkpoint"]) / f"run-{i}"
+    for name in arguments:
+        if name not in ARGUMENTS:
             raise InputError(
-                f"runs[{i}]: {shown(name)} is not an argument of simulate{nearest(str(name), known)}"
+                f"runs[{i}]: {shown(name)} is not an argument of simulate{nearest(str(name), ARGUMENTS)}"
             )
     for name in ("algorithm", "task"):
-        if name not in every:
+        if name not in arguments:
             raise InputError(f"runs[{i}] has no {name}; give it there, or to all runs as {name}=...")
-    return every
+    return arguments
 
 
-def _check_folders(every: list[dict[str, Any]]) -> None:
+def _check_folders(runs: list[dict[str, Any]]) -> None:
     """Refuse a checkpoint folder that two runs would share."""
     owners: dict[Path, int] = {}
-    for i, arguments in enumerate(every):
+    for i, arguments in enumerate(runs):
         if not isinstance(arguments.get("checkpoint"), (str, os.PathLike)):
             continue  # none, or one that simulate refuses
         first = owners.setdefault(Path(arguments["checkpoint"]).resolve(), i)
@@ -107,141 +105,109 @@ def _check_folders(every: list[dict[str, Any]]) -> None:
             )
 
 
-def _in_processes(every: list[dict[str, Any]], errors: str, count: int) -> list[Any]:
-    """Deal the runs out; neighbours stay together, because they are most alike."""
-    bounds = [len(every) * w // count for w in range(count + 1)]
+def _in_processes(runs: list[dict[str, Any]], errors: str, count: int) -> list[Any]:
+    """Distribute the runs over processes; neighbours stay together, because they are most alike."""
+    bounds = [len(runs) * w // count for w in range(count + 1)]
     try:
-        parts = [pickle.dumps(every[a:b]) for a, b in pairwise(bounds)]
+        parts = [pickle.dumps(runs[a:b]) for a, b in pairwise(bounds)]
     except Exception as error:
         raise InputError(
             f"workers={count} needs runs that can be pickled; use workers=1: {reason(error)}"
         ) from error
     with ProcessPoolExecutor(count, get_context("spawn")) as pool:
-        futures = [pool.submit(_work, part, errors) for part in parts]
+        futures = [pool.submit(_run_part, part, errors) for part in parts]
         return [run for future in futures for run in pickle.loads(future.result())]
 
 
-def _work(part: bytes, errors: str) -> bytes:
+def _run_part(part: bytes, errors: str) -> bytes:
     torch.set_num_threads(1)
     return pickle.dumps(_in_this_process(pickle.loads(part), errors, progress=False))
 
 
-def _in_this_process(every: list[dict[str, Any]], errors: str, progress: bool) -> list[Any]:
-    outcomes: list[Any] = []
+def _in_this_process(runs: list[dict[str, Any]], errors: str, progress: bool) -> list[Any]:
+    endings: list[Any] = []
     with torch.inference_mode(False):
-        for first in range(0, len(every), AT_ONCE):
-            share = Share()
+        for first in range(0, len(runs), IN_MEMORY):
+            resources = Resources()
             with ExitStack() as stack:
                 started = []
-                for arguments in every[first : first + AT_ONCE]:
-                    started.append(prepare(**arguments, make=share.makers))
-                    stack.callback(started[-1][0].close)
-                outcomes += advance(started, progress)
-            failed = [outcome for outcome in outcomes if isinstance(outcome, FadamgcError)]
+                for arguments in runs[first : first + IN_MEMORY]:
+                    started.append(start_from(arguments, resources))
+                    stack.callback(started[-1].engine.close)
+                endings += run_together(started, progress)
+            failed = [ending for ending in endings if isinstance(ending, FadamgcError)]
             if failed and errors == "raise":
                 raise failed[0]
-    return outcomes
+    return endings
 
 
-def advance(
-    started: Sequence[tuple[Engine, Hooks]],
+def run_together(
+    started: Sequence[StartedRun],
     progress: bool = False,
-    finished: Callable[[int, Outcome], None] | None = None,
-) -> list[Outcome]:
-    """Bring runs to their ends, together where they share a vectorized executor.
+    finished: Callable[[int, Ending], None] | None = None,
+) -> list[Ending]:
+    """Run several runs to their ends, round by round together where they share a vectorized executor.
 
-    ``finished`` is called with the number of a run and its outcome as soon as there is one.
+    ``finished`` is called with the number of a run and its ending as soon as it has ended.
     """
-    outcomes: dict[int, Outcome] = {}
+    endings: dict[int, Ending] = {}
 
-    def done(i: int, outcome: Outcome | None = None) -> None:
-        engine, _ = started[i]
-        if outcome is None:
+    def end(i: int, ending: Ending | None = None) -> None:
+        engine = started[i].engine
+        if ending is None:
             engine.write()
-            outcome = engine.result()
-        outcomes[i] = outcome
+            ending = engine.result()
+        endings[i] = ending
         engine.close()
         if finished is not None:
-            finished(i, outcome)
+            finished(i, ending)
 
     teams: dict[int, list[int]] = {}
-    for i, (engine, _) in enumerate(started):
-        together = isinstance(engine.executor, VectorizedExecutor)
-        teams.setdefault(id(engine.executor) if together else -i - 1, []).append(i)
-    total = sum(engine.settings.rounds for engine, _ in started)
-    before = sum(engine.t for engine, _ in started)
-    with ExitStack() as stack:
-        show = stack.enter_context(progress_bar(progress, f"{len(started)} runs", total, before))
+    for i, run in enumerate(started):
+        executor = run.engine.executor
+        teams.setdefault(id(executor) if isinstance(executor, VectorizedExecutor) else -i - 1, []).append(i)
+    total = sum(run.engine.settings.rounds for run in started)
+    done = sum(run.engine.t for run in started)
+    with progress_bar(progress, f"{len(started)} runs", total, done) as show:
         for team in teams.values():
-            going = list(team)
-            while going:
-                for i in [i for i in going if started[i][0].over()]:
-                    going.remove(i)
-                    done(i)
-                for i, outcome in _round(started, going):
+            active = list(team)
+            while active:
+                for i in [i for i in active if started[i].engine.over()]:
+                    active.remove(i)
+                    end(i)
+                for i, outcome in _round(started, active):
                     if isinstance(outcome, NonFiniteError):
-                        going.remove(i)
-                        done(i, outcome)
+                        active.remove(i)
+                        end(i, outcome)
                         continue
-                    before += 1
-                    show(outcome, before)
+                    done += 1
+                    show(outcome, done)
                     if outcome is None:
-                        going.remove(i)
-                        done(i)
-    return [outcomes[i] for i in range(len(started))]
+                        active.remove(i)
+                        end(i)
+    return [endings[i] for i in range(len(started))]
 
 
-def _round(started: Sequence[tuple[Engine, Hooks]], going: list[int]) -> list[tuple[int, Any]]:
-    """One round of each; a record, an error, or None where a callback ended the run."""
-    if not going:
+def _round(started: Sequence[StartedRun], active: list[int]) -> list[tuple[int, Any]]:
+    """Run one round of each active run; return a record, an error, or None where a callback ended the run."""
+    if not active:
         return []
-    jobs = {i: started[i][0].begin() for i in going}
-    executor = started[going[0]][0].executor
-    if len(going) == 1:
-        results = {going[0]: executor.run(jobs[going[0]])}
+    jobs = {i: started[i].engine.begin() for i in active}
+    executor = started[active[0]].engine.executor
+    if len(active) == 1:
+        results = {active[0]: executor.run(jobs[active[0]])}
     else:
-        owner = {id(job): i for i, own in jobs.items() for job in own}
-        collected: dict[int, list[Any]] = {i: [] for i in going}
-        for result in executor.run([job for own in jobs.values() for job in own]):
+        owner = {id(job): i for i, run_jobs in jobs.items() for job in run_jobs}
+        collected: dict[int, list[Any]] = {i: [] for i in active}
+        for result in executor.run([job for run_jobs in jobs.values() for job in run_jobs]):
             collected[owner[id(result.job)]].append(result)
-        results = {i: iter(found) for i, found in collected.items()}
-    outcome: list[tuple[int, Any]] = []
-    for i in going:
-        engine, hooks = started[i]
+        results = {i: iter(run_results) for i, run_results in collected.items()}
+    outcomes: list[tuple[int, Any]] = []
+    for i in active:
         try:
-            end = engine.end(jobs[i], results[i])
+            end = started[i].engine.end(jobs[i], results[i])
         except NonFiniteError as error:
-            outcome.append((i, error))
+            outcomes.append((i, error))
             continue
-        outcome.append((i, None if stops(hooks, end) else end.record))
-    return outcome
-
-
-class Share:
-    """Problems and executors that several engines may have in common."""
-
-    def __init__(self) -> None:
-        self._problems: list[tuple[Task, Any, Any, Problem]] = []
-        self._executors: list[tuple[Any, Problem, Executor]] = []
-        self.makers = Makers(self.problem, self.executor)
-
-    def problem(self, task: Task, dtype: Any, device: Any) -> Problem:
-        """The problem of a task, made once."""
-        for other, its_dtype, its_device, problem in self._problems:
-            if other is task and (its_dtype, its_device) == (dtype, device):
-                return problem
-        problem = Problem(task, dtype, device)
-        self._problems.append((task, dtype, device, problem))
-        return problem
-
-    def executor(
-        self, choice: ExecutorChoice, problem: Problem, plan: Plan, compiled: bool | None
-    ) -> Executor:
-        """The executor of an engine like this one, if there is one."""
-        kind = (choice, type(plan.algorithm), plan[1:], compiled)
-        for its_kind, its_problem, executor in self._executors:
-            if its_kind == kind and (its_problem is problem or its_problem.like(problem)):
-                return executor
-        executor = make_executor(choice, problem, plan, compiled)
-        self._executors.append((kind, problem, executor))
-        return executor
+        outcomes.append((i, None if started[i].stops_after(end) else end.record))
+    return outcomes

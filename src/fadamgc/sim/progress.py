@@ -15,7 +15,7 @@ Advance = Callable[..., None]
 
 @contextmanager
 def progress_bar(show: bool, label: str, rounds: int, done: int) -> Iterator[Advance]:
-    """A progress bar on stderr if that is a terminal; what it gives is called after each round."""
+    """Show a progress bar on stderr if that is a terminal; yield a function to call after each round."""
     console = Console(stderr=True)
     if not show or not (console.is_terminal or console.is_jupyter):
         yield _nothing

@@ -20,7 +20,7 @@ from fadamgc.data import Partition, digits, dirichlet, har, iid, images, natural
 from fadamgc.data.sources import source
 from fadamgc.data.synthetic import Synthetic, linear_regression, quadratics
 from fadamgc.errors import InputError, cut
-from fadamgc.models import PictureInput, cnn1d, convnet, mlp, resnet8, resnet18
+from fadamgc.models import ImageInput, cnn1d, convnet, mlp, resnet8, resnet18
 from fadamgc.runtime import seeded
 from fadamgc.task import Pair, Task
 from fadamgc.tasks.sections import (
@@ -168,12 +168,12 @@ def _images(spec: ImagesTask, seed: int, validation: float) -> Task:
                 net = resnet18(outputs=outputs, norm=spec.norm, width=spec.width or 64, seed=seed)
             case _:
                 assert_never(spec.model)
-    model = nn.Sequential(PictureInput(spec.mean, spec.std, spec.augment), net)
+    model = nn.Sequential(ImageInput(spec.mean, spec.std, spec.augment), net)
     pair = _image_pair(test, test_rows)
     return Task(model, cross_entropy, clients, pair, metric="accuracy", name=spec.data)
 
 
-def _image_pair(data: images.Pictures, rows: Rows) -> Pair:
+def _image_pair(data: images.Images, rows: Rows) -> Pair:
     return torch.from_numpy(np.ascontiguousarray(data.x[rows])), torch.from_numpy(data.y[rows])
 
 

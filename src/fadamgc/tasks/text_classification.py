@@ -163,7 +163,7 @@ def encode_for_model(
     """
     loaded = load_base(base, classes, seed, upper_layers=upper_layers, **options)
     model = models.TextClassifier(loaded.net, loaded.tokenizer.pad_token_id)
-    inputs = [models.encode(loaded.tokenizer, texts, length) for texts in sets]
+    inputs = [models.encode(loaded.tokenizer, texts.first, texts.second, length) for texts in sets]
     width = max(tokens.shape[2] for tokens in inputs)
     if loaded.positions is not None and width > loaded.positions:
         raise InputError(
@@ -172,7 +172,7 @@ def encode_for_model(
     inputs = [_padded(tokens, width) for tokens in inputs]
     if upper_layers is not None and upper_layers < loaded.layers and model.in_parts:
         upper = models.without_lower_layers(model, loaded, upper_layers)
-        inputs = [models.kept_lower(model, loaded, upper_layers, tokens) for tokens in inputs]
+        inputs = [models.cached_lower_outputs(model, loaded, upper_layers, tokens) for tokens in inputs]
         model = upper
     return model, inputs
 

@@ -80,6 +80,11 @@ class Table:
         return table
 
 
+def text_rows(rows: Iterable[Iterable[str]]) -> list[list[Cell]]:
+    """Make rows of plain texts."""
+    return [[Cell(text) for text in row] for row in rows]
+
+
 def _markdown_row(texts: Iterable[str]) -> str:
     return "|" + "".join(f" {text} |" if text else " |" for text in texts)
 

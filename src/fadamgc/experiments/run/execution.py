@@ -31,9 +31,11 @@ from fadamgc.experiments.planned_run import ADAPTER, CHECKPOINT, DIVERGED_RECORD
 from fadamgc.federation.run import Run
 from fadamgc.files import remove_leftovers
 from fadamgc.runtime import memory
-from fadamgc.sim.engine import Engine, Hooks, Makers, RoundEnd, prepare, simulate
+from fadamgc.sim.engine import RoundEnd
 from fadamgc.sim.executors.machine_code import compiler
-from fadamgc.sim.many import Share, advance
+from fadamgc.sim.many import run_together
+from fadamgc.sim.resources import Resources
+from fadamgc.sim.simulate import SETTINGS, StartedRun, simulate, start_from
 from fadamgc.task import Task
 from fadamgc.tasks.build import build_task
 from fadamgc.tasks.sections import TextTask
@@ -104,20 +106,11 @@ def _bytes(tensors: Any) -> int:
 def arguments(planned: PlannedRun, task: Task) -> dict[str, Any]:
     """Return the arguments with which ``simulate`` makes a run."""
     run = planned.run
-    return {
+    return {name: getattr(run, name) for name in SETTINGS if name in type(run).model_fields} | {
         "algorithm": planned.algorithm,
         "task": task,
-        "rounds": run.rounds,
-        "sampled": run.sampled,
-        "tracked": run.tracked,
-        "local_steps": run.local_steps,
-        "batch_size": run.batch_size,
         "seed": planned.seed,
-        "local_epochs": run.local_epochs,
-        "weights": run.weights,
-        "eval_every": run.eval_every,
         "target": run.target if run.stop_at_target else None,
-        "on_nonfinite": run.on_nonfinite,
         "cost": planned.cost.model(),
         "dtype": {"float32": torch.float32, "float64": torch.float64}[run.dtype],
         "executor": run.executor,
@@ -162,14 +155,14 @@ def execute(
     def finished(i: int, result: Run | NonFiniteError) -> None:
         ends[i] = _save(plan[i], result)
 
-    share = Share()
+    resources = Resources()
     try:
         with torch.inference_mode(False), ExitStack() as stack:
             started = []
             for i, planned in enumerate(plan):
-                started.append(_start(planned, tasks.task(planned), partial(callback, i), share.makers, warn))
-                stack.callback(started[-1][0].close)
-            advance(started, finished=finished)
+                started.append(_start(planned, tasks.task(planned), partial(callback, i), resources, warn))
+                stack.callback(started[-1].engine.close)
+            run_together(started, finished=finished)
     except (OSError, UnwritableError) as error:  # a full disk, most likely; the last checkpoints are complete
         message = str(error)
         if isinstance(error, OSError):
@@ -181,8 +174,8 @@ def execute(
 
 
 def _start(
-    planned: PlannedRun, task: Task, callback: Callable[[RoundEnd], object], make: Makers, warn: Warn
-) -> tuple[Engine, Hooks]:
+    planned: PlannedRun, task: Task, callback: Callable[[RoundEnd], object], resources: Resources, warn: Warn
+) -> StartedRun:
     """Start a run, or resume it from its checkpoint.
 
     A checkpoint of other settings is removed; one that cannot be read is moved aside, with a warning.
@@ -193,17 +186,14 @@ def _start(
         method = planned.method
         parameters = {"algorithm": method.algorithm, **method.hyperparameters, "seed": planned.seed}
         trackers = trackers_of(planned.folder.parent.parent, planned.folder.name, parameters)
-    begin = partial(
-        prepare,
-        **arguments(planned, task),
-        callbacks=(*trackers, callback),
-        checkpoint=checkpoint,
-        checkpoint_every=CHECKPOINT_EVERY,
-        resume=True,
-        make=make,
-    )
+    run_arguments = arguments(planned, task) | {
+        "callbacks": (*trackers, callback),
+        "checkpoint": checkpoint,
+        "checkpoint_every": CHECKPOINT_EVERY,
+        "resume": True,
+    }
     try:
-        return begin()
+        return start_from(run_arguments, resources)
     except OtherRunError:
         shutil.rmtree(checkpoint, ignore_errors=True)
     except CheckpointInUseError:
@@ -212,7 +202,7 @@ def _start(
         if is_system_error(error):
             raise
         warn(f"{error}; moved to {move_aside(checkpoint)}, and {planned.name} starts from round 1")
-    return begin()
+    return start_from(run_arguments, resources)
 
 
 def _save(planned: PlannedRun, result: Run | NonFiniteError) -> RunEnd:

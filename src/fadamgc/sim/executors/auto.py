@@ -1,4 +1,4 @@
-"""The choice of an executor: by what the model is, and by timing where the run is long enough."""
+"""The choice of an executor: by traits of the model, and by timing where the run is long enough."""
 
 from __future__ import annotations
 
@@ -7,92 +7,87 @@ import time
 from collections.abc import Callable
 
 import torch
-from torch import nn
 
 from fadamgc.errors import FadamgcError, InputError
-from fadamgc.federation.client_states import ClientStates
-from fadamgc.federation.problem import Problem
+from fadamgc.federation.jobs import Job, Round
 from fadamgc.federation.sampling import Batches
-from fadamgc.sim.executors.base import Executor, Job, Plan, Round
+from fadamgc.federation.traits import has_slow_blocks
+from fadamgc.sim.executors.base import Executor, Workload
 from fadamgc.sim.executors.loop import LoopExecutor
 from fadamgc.sim.executors.threads import ThreadsExecutor
 from fadamgc.sim.executors.vectorized import VectorizedExecutor
 
-SMALL = 1_000_000  # parameters up to which a block of clients may pay on a CPU
-LONG = 500  # client-steps from which on a few of them are spent on timing
-CLEARLY = 1.2  # how much faster another executor must be to be taken instead of the expected one
-QUICK = 0.02  # seconds of a step up to which several are timed
+SMALL_MODEL = 1_000_000  # parameters up to which a block of clients may pay on a CPU
+LONG_RUN = 500  # client-steps from which on a few of them are spent on timing
+CLEARLY_FASTER = 1.2  # ratio from which on another executor replaces the expected one
+SHORT_STEP = 0.02  # seconds of a step up to which several steps are timed
 
 log = logging.getLogger("fadamgc")
 
 
-def choose(problem: Problem, plan: Plan) -> Executor:
-    """The executor that is expected to be fastest, or one that timing shows to be clearly faster."""
-    made: dict[str, Executor] = {}
-    for name, make in _makers(problem, plan).items():
+def choose_executor(workload: Workload) -> Executor:
+    """Return the executor that is expected to be fastest, or one that timing shows to be clearly faster."""
+    candidates: dict[str, Executor] = {}
+    for name, make in _candidates(workload).items():
         try:
-            executor = make(problem, plan)
+            executor = make(workload)
         except InputError as error:
             log.info("executor auto: not %s (%s)", name, error)
             continue
         if isinstance(executor, VectorizedExecutor) and not executor.samplewise:
-            continue  # blocks would be small and their shapes many
-        made[name] = executor
-        if plan.rounds * plan.sampled * plan.steps < LONG:
+            continue  # blocks would be small and have many shapes
+        candidates[name] = executor
+        if workload.rounds * workload.sampled * workload.steps < LONG_RUN:
             break
-    expected = next(iter(made))
-    if len(made) == 1:
+    expected = next(iter(candidates))
+    if len(candidates) == 1:
         log.info("executor auto: %s (by rule)", expected)
-        return made[expected]
+        return candidates[expected]
     seconds: dict[str, float] = {}
-    for name, executor in made.items():
+    for name, executor in candidates.items():
         try:
-            seconds[name] = _seconds(executor, problem, plan)
+            seconds[name] = _step_seconds(executor, workload)
         except FadamgcError as error:
             log.info("executor auto: not %s (%s)", name, error)
             failed = error
-    if not seconds:  # so it is the model, or its data
+    if not seconds:  # so the model or its data is the cause
         raise failed
     expected = next(iter(seconds))
     fastest = min(seconds, key=seconds.__getitem__)
-    chosen = fastest if seconds[expected] > CLEARLY * seconds[fastest] else expected
+    choice = fastest if seconds[expected] > CLEARLY_FASTER * seconds[fastest] else expected
     shown = ", ".join(f"{name} {1e3 * s:.3g} ms" for name, s in seconds.items())
-    log.info("executor auto: %s (a step of one client: %s)", chosen, shown)
-    return made[chosen]
+    log.info("executor auto: %s (a step of one client: %s)", choice, shown)
+    return candidates[choice]
 
 
-def _makers(problem: Problem, plan: Plan) -> dict[str, Callable[[Problem, Plan], Executor]]:
-    """What may run the problem; what is expected to be fastest comes first."""
-    makers: dict[str, Callable[[Problem, Plan], Executor]] = {}
-    small = problem.flat.d <= SMALL and not _convolves(problem)
-    if small and not problem.random:
+def _candidates(workload: Workload) -> dict[str, Callable[[Workload], Executor]]:
+    """Return the executors that may run the workload; the one expected to be fastest comes first."""
+    functions = workload.functions
+    makers: dict[str, Callable[[Workload], Executor]] = {}
+    small = functions.flat.d <= SMALL_MODEL and not has_slow_blocks(functions.module)
+    if small and not functions.random:
         makers["vectorized"] = VectorizedExecutor
-    threads = problem.device.type == "cpu"
+    threads = functions.device.type == "cpu"
     if small or not threads:  # short operations: threads would wait for each other
         makers["loop"] = LoopExecutor
-        threads = threads and torch.get_num_threads() > 1 and plan.sampled > 1
-    if threads:  # a single one, too: its rules are in place and its pictures lie as convolutions like them
+        threads = threads and torch.get_num_threads() > 1 and workload.sampled > 1
+    if threads:  # even a single thread: its rules work in place, and images have their channels last
         makers["threads"] = ThreadsExecutor
     makers["loop"] = LoopExecutor
     return makers
 
 
-def _convolves(problem: Problem) -> bool:
-    slow = (nn.modules.conv._ConvNd, nn.RNNBase)  # a block of these gains nothing on a CPU
-    return any(isinstance(module, slow) for module in problem.module.modules())
-
-
-def _seconds(executor: Executor, problem: Problem, plan: Plan) -> float:
-    """Seconds of one step of one client."""
-    few = plan.sampled
+def _step_seconds(executor: Executor, workload: Workload) -> float:
+    """Measure the seconds of one step of one client."""
+    clients = workload.sampled
     if not isinstance(executor, VectorizedExecutor):
-        few = min(few, 2 if isinstance(executor, LoopExecutor) else 2 * torch.get_num_threads())
+        clients = min(clients, 2 if isinstance(executor, LoopExecutor) else 2 * torch.get_num_threads())
     steps = 1
-    first = _time(executor, _jobs(problem, plan, few, steps))
-    if first / few < QUICK or isinstance(executor, VectorizedExecutor):
-        steps = min(plan.steps, 4)
-    jobs = _jobs(problem, plan, few, steps)
-    return min(_time(executor, jobs) for _ in range(2)) / (few * steps)
+    first = _time(executor, _trial_jobs(workload, clients, steps))
+    if first / clients < SHORT_STEP or isinstance(executor, VectorizedExecutor):
+        steps = min(workload.steps, 4)
+    jobs = _trial_jobs(workload, clients, steps)
+    return min(_time(executor, jobs) for _ in range(2)) / (clients * steps)
 
 
 def _time(executor: Executor, jobs: list[Job]) -> float:
@@ -102,15 +97,16 @@ def _time(executor: Executor, jobs: list[Job]) -> float:
     return time.perf_counter() - began
 
 
-def _jobs(problem: Problem, plan: Plan, count: int, steps: int) -> list[Job]:
-    """Work as in a round of the run; nothing comes of it."""
-    algo, x = plan.algorithm, problem.x0
+def _trial_jobs(workload: Workload, count: int, steps: int) -> list[Job]:
+    """Return jobs as in a round of the run; their results are not used."""
+    functions, algo, table, batch = workload.functions, workload.algorithm, workload.clients, workload.batch
+    x = functions.x0
     g = torch.zeros_like(x) if algo.init_gradient else None
     down = algo.broadcast(algo.init_server(x, g))
-    round = Round(problem, algo, seed=0, t=0, down=down, buffers=problem.buffers0)
-    states = ClientStates(problem.n, algo.init_client(x, g))
-    clients = [i % problem.n for i in range(count)]
+    round = Round(functions, algo, seed=0, t=0, down=down, buffers=functions.buffers0)
+    state = algo.init_client(x, g)
+    clients = [i % len(table) for i in range(count)]
     return [
-        Job(round, i, states, True, Batches(steps, plan.batch, min(plan.batch, int(problem.size[i]))))
+        Job(round, i, table[i], lambda: state, True, Batches(steps, batch, min(batch, table[i].size)))
         for i in clients
     ]

@@ -1,72 +1,56 @@
-"""What an executor is: something that carries out the local work of clients."""
+"""What an executor is: it runs the jobs of a round, in whatever order and however many at once."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
-
-from torch import Tensor
+from typing import NamedTuple, Protocol
 
 from fadamgc.algorithm import AnyAlgorithm
-from fadamgc.federation.client_states import ClientStates
-from fadamgc.federation.problem import Buffers, Problem
-from fadamgc.federation.sampling import Batches
+from fadamgc.federation.client_data import ClientTable
+from fadamgc.federation.functions import TaskFunctions
+from fadamgc.federation.jobs import Job, Result
+from fadamgc.federation.settings import Settings
 
 
-class Plan(NamedTuple):
-    """How large a run is, as far as the choice of an executor depends on it."""
+class Workload(NamedTuple):
+    """What an executor will have to run, as far as its choice and set-up depend on it."""
 
+    functions: TaskFunctions
+    clients: ClientTable
     algorithm: AnyAlgorithm
     rounds: int
-    sampled: int  # clients in a round
-    steps: int  # local steps of the client that takes most
+    sampled: int  # clients per round
+    steps: int  # largest number of local steps of a client
     batch: int  # samples in the largest batch
     ragged: bool  # whether some batch is smaller
     whole: bool  # whether a batch is a client's whole data
 
-
-class Round(NamedTuple):
-    """What all clients of a round have in common."""
-
-    problem: Problem
-    algorithm: AnyAlgorithm
-    seed: int
-    t: int  # number of the round, from 1
-    down: Any  # what the server sent
-    buffers: Buffers
-
-
-class Job(NamedTuple):
-    """One client's part in a round."""
-
-    round: Round
-    client: int
-    states: ClientStates
-    tracked: bool
-    batches: Batches
-
-    @property
-    def state(self) -> Any:
-        """The client's state before the round; it may be read from a file, so ask once."""
-        return self.states[self.client]
-
-
-class Result(NamedTuple):
-    """What came of a job."""
-
-    job: Job
-    state: Any  # the client's state after the round
-    up: Any  # what it sends
-    buffers: Buffers
-    loss: Tensor  # mean over the local steps, shape ()
-    finite: bool | None = None  # whether state and up are; None if nobody has looked
+    @classmethod
+    def of(
+        cls, functions: TaskFunctions, clients: ClientTable, algorithm: AnyAlgorithm, s: Settings
+    ) -> Workload:
+        """Return the workload of a run with these settings."""
+        largest = clients.largest.size
+        batch = largest if s.batch_size is None else min(s.batch_size, largest)
+        partial_epochs = (
+            s.local_epochs is not None and s.batch_size is not None and bool((clients.size % batch).any())
+        )
+        return cls(
+            *(functions, clients, algorithm),
+            rounds=s.rounds,
+            sampled=len(s.who(1, len(clients)).sampled) if s.rounds else 1,
+            steps=s.steps(largest),
+            batch=batch,
+            ragged=partial_epochs or bool((clients.size < batch).any()),
+            whole=s.batch_size is None,
+        )
 
 
 class Executor(Protocol):
-    """Does jobs in any order; the engine puts the results back in theirs."""
+    """Runs jobs in any order; the engine puts the results back in the order of the jobs."""
 
     name: str
 
     def run(self, jobs: Sequence[Job]) -> Iterator[Result]:
-        """Carry out the jobs; states and buffers given are not changed."""
+        """Run the jobs, without changing their states and buffers."""
         ...

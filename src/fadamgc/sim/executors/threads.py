@@ -15,15 +15,17 @@ from queue import SimpleQueue
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fadamgc.algorithm import AnyAlgorithm
 from fadamgc.errors import InputError, whole
-from fadamgc.federation.problem import Problem
+from fadamgc.federation.functions import TaskFunctions
+from fadamgc.federation.jobs import Job, Result
 from fadamgc.federation.sampling import FORWARD, torch_seed
+from fadamgc.federation.traits import fits_channels_last
 from fadamgc.runtime import single_threads
-from fadamgc.sim.executors.base import Job, Plan, Result
+from fadamgc.sim.executors.base import Workload
 from fadamgc.sim.executors.inplace import Rules, Vectors
 from fadamgc.sim.executors.loop import failure
 from fadamgc.sim.executors.machine_code import compiler
@@ -36,9 +38,8 @@ class ThreadsExecutor:
     """Clients dealt out to threads beforehand; a thread that is done takes over another's last client.
 
     Args:
-        problem: the task as functions. Jobs may belong to other problems of the same model and loss.
-        plan: how large the run is.
-        workers: threads; None is as many as torch has, one for each core unless told otherwise.
+        workload: what will be run. Jobs may belong to other tasks with the same model and loss.
+        workers: threads; None is torch's number of threads, by default one per core.
         compile: whether the rules become machine code, which may change last bits (its square roots are
             exact, torch's are not); None is where it pays.
     """
@@ -47,30 +48,26 @@ class ThreadsExecutor:
 
     def __init__(
         self,
-        problem: Problem,
-        plan: Plan | None = None,
+        workload: Workload,
         workers: int | None = None,
         compile: bool | None = None,
     ) -> None:
+        functions = workload.functions
         if workers is not None:
             whole("workers", workers, 1)
-        if problem.device.type != "cpu":
-            raise InputError(f"executor='threads' runs on the CPU, not on device={str(problem.device)!r}")
-        self.problem = problem
+        if functions.device.type != "cpu":
+            raise InputError(f"executor='threads' runs on the CPU, not on device={str(functions.device)!r}")
         self.workers = workers or torch.get_num_threads()
         if compile is None:
-            compile = (
-                plan is not None
-                and problem.flat.d >= LARGE
-                and plan.rounds * plan.sampled * plan.steps >= MANY
-            )
+            client_steps = workload.rounds * workload.sampled * workload.steps
+            compile = functions.flat.d >= LARGE and client_steps >= MANY
         self._compile = compile and compiler() is not None
         self._rules: dict[AnyAlgorithm, Rules] = {}
         self._vectors = Vectors()
         self._lock = threading.Lock()
-        self._places: SimpleQueue[Place] = SimpleQueue()
+        self._trainers: SimpleQueue[Trainer] = SimpleQueue()
         for _ in range(self.workers):
-            self._places.put(Place(problem))
+            self._trainers.put(Trainer(functions))
         self._pool = single_threads(self.workers)
 
     @property
@@ -82,7 +79,7 @@ class ThreadsExecutor:
         """Carry out the jobs; results come as they are ready."""
         for job in jobs:
             self._rules_of(job.round.algorithm)
-            _ = job.round.problem.random  # found out with the problem's own module, so not in a thread
+            _ = job.round.functions.random  # tried out with the shared module, so not in a thread
         hands = deal(jobs, self.workers)
         done: SimpleQueue[Result | BaseException] = SimpleQueue()
         stop = threading.Event()
@@ -105,16 +102,16 @@ class ThreadsExecutor:
         done: SimpleQueue[Result | BaseException],
         stop: threading.Event,
     ) -> None:
-        place = self._places.get()
+        trainer = self._trainers.get()
         try:
             while not stop.is_set() and (job := take(hands, own)) is not None:
-                result = place.one(job, self._rules[job.round.algorithm], self._lock, stop)
+                result = trainer.train(job, self._rules[job.round.algorithm], self._lock, stop)
                 if result is not None:
                     done.put(result)
         except BaseException as error:  # for the thread that waits
             done.put(error)
         finally:
-            self._places.put(place)
+            self._trainers.put(trainer)
 
     def _rules_of(self, algorithm: AnyAlgorithm) -> Rules:
         if algorithm not in self._rules:
@@ -147,57 +144,56 @@ def take(hands: list[deque[Job]], own: int) -> Job | None:
     return None
 
 
-class Place:
-    """Where a thread works: a module of its own, whose parameters are those in one flat vector."""
+class Trainer:
+    """Trains one client at a time, with a copy of the module whose parameters are views of a flat vector."""
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        self.module = problem.flat.copy(problem.module).train()
-        self.x, self.g = torch.empty_like(problem.x0), torch.empty_like(problem.x0)
+    def __init__(self, functions: TaskFunctions) -> None:
+        self.functions = functions
+        self.module = functions.flat.copy(functions.module).train()
+        self.x, self.g = torch.empty_like(functions.x0), torch.empty_like(functions.x0)
         named = dict(self.module.named_parameters())
-        self.parameters = [named[name] for name in problem.flat.names]
+        self.parameters = [named[name] for name in functions.flat.names]
         self.channels_last = (
-            problem.inputs.ndim == 4 and problem.dtype == torch.float32 and _may_lie_last(self.module)
+            functions.sample[0].ndim == 4
+            and functions.dtype == torch.float32
+            and fits_channels_last(self.module)
         )
         self.apart: list[tuple[Tensor, Tensor]] = []  # parameters that lie otherwise than in x, and where
-        for parameter, view in zip(self.parameters, problem.flat.unflatten(self.x).values(), strict=True):
+        for parameter, view in zip(self.parameters, functions.flat.unflatten(self.x).values(), strict=True):
             parameter.data = view
-            if problem.mixed:
-                parameter.data = torch.empty_like(view, dtype=problem.dtype)
+            if functions.mixed:
+                parameter.data = torch.empty_like(view, dtype=functions.dtype)
                 self.apart.append((parameter.data, view))
             elif self.channels_last and view.ndim == 4:
                 parameter.data = torch.empty_like(view, memory_format=torch.channels_last)
                 self.apart.append((parameter.data, view))
             parameter.requires_grad_()
-        self.g_views = list(problem.flat.unflatten(self.g).values())
+        self.g_views = list(functions.flat.unflatten(self.g).values())
 
-    def one(self, job: Job, rules: Rules, lock: threading.Lock, stop: threading.Event) -> Result | None:
+    def train(self, job: Job, rules: Rules, lock: threading.Lock, stop: threading.Event) -> Result | None:
         """One client's round; None if it is to stop."""
         round, client = job.round, job.state
-        algo, down, problem = round.algorithm, round.down, round.problem
-        self._take_up(problem)
-        g_x = None
-        if algo.round_gradient:
-            with lock:  # it uses the problem's own module
-                g_x = problem.whole_gradient(down.x, round.buffers, job.client, round.seed, round.t)
+        down, functions = round.down, round.functions
+        self._switch_to(functions)
+        with lock:  # the whole gradient uses the module that all threads share
+            g_x = job.whole_gradient()
         local = rules.begin(down, client, g_x, self.x)
         self.x.copy_(down.x)
         self._set_buffers(round.buffers)
-        loss_sum = torch.zeros((), dtype=problem.x0.dtype)
-        K, start = job.batches.steps, int(problem.start[job.client])
+        loss_sum = torch.zeros((), dtype=functions.x0.dtype)
         generator = torch.Generator().manual_seed(torch_seed(round.seed, FORWARD, round.t, job.client))
-        with DrawFrom(generator) if problem.random else nullcontext():
-            for k, batch in enumerate(job.batches):
+        with DrawFrom(generator) if functions.random else nullcontext():
+            for k, positions in enumerate(job.batches):
                 if stop.is_set():
                     return None
-                rows = torch.from_numpy(batch + start)
                 try:
-                    loss_sum += self._gradient(problem.inputs[rows], problem.targets[rows])
+                    loss_sum += self._gradient(*job.data.batch(positions))
                 except Exception as error:
-                    raise failure(job, k, len(rows), error) from error
+                    raise failure(job, k, len(positions), error) from error
                 with torch.no_grad():
                     rules.step(down, client, self.x, local, self.g)
         with torch.no_grad():
+            K = job.batches.steps
             state, up = rules.finish(down, client, local, self.x, K, job.tracked)
             named = dict(self.module.named_buffers())
             buffers = {name: named[name].detach().clone() for name in round.buffers}
@@ -210,7 +206,7 @@ class Place:
         for parameter, view in self.apart:
             parameter.copy_(view)
         with torch.enable_grad():
-            loss = self.problem.task.loss(self.module(inputs), targets)
+            loss = self.functions.task.loss(self.module(inputs), targets)
             gradients: tuple[Tensor | None, ...] = torch.autograd.grad(
                 loss, self.parameters, allow_unused=True
             )
@@ -221,13 +217,13 @@ class Place:
                 view.copy_(g)
         return loss.detach()
 
-    def _take_up(self, problem: Problem) -> None:
-        """Another problem of the same model may have other constants."""
-        if problem is self.problem:
+    def _switch_to(self, functions: TaskFunctions) -> None:
+        """Take over the constants of another task with the same model."""
+        if functions is self.functions:
             return
-        self.problem = problem
+        self.functions = functions
         own = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
-        for name, value in problem.fixed.items():
+        for name, value in functions.fixed.items():
             if own[name].data_ptr() != value.data_ptr():
                 own[name].data = value.clone()
 
@@ -240,19 +236,6 @@ class Place:
             else:
                 parent, _, last = name.rpartition(".")
                 setattr(self.module.get_submodule(parent), last, value.clone())
-
-
-def _may_lie_last(module: nn.Module) -> bool:
-    """Whether a module has convolutions, all of which can have their channels last.
-
-    Not all can: the gradient of a 1x1 convolution with a stride and very few input channels (seen with 3
-    and 4, torch 2.13 on a CPU) writes beyond its memory, and the process dies. 16 is on the safe side.
-    """
-    convolutions = [m for m in module.modules() if isinstance(m, nn.Conv2d)]
-    narrow = [
-        m for m in convolutions if m.kernel_size == (1, 1) and m.stride != (1, 1) and m.in_channels < 16
-    ]
-    return bool(convolutions) and not narrow
 
 
 class DrawFrom(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -291,3 +274,11 @@ def _draws(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
 
 def _takes_generator(func: Any) -> bool:
     return any(argument.name == "generator" for argument in func._schema.arguments)
+
+
+def train(job: Job) -> Result:
+    """Run one job by itself in the calling thread: the fast path for a process with a single client."""
+    rules = Rules(job.round.algorithm, False, Vectors())
+    result = Trainer(job.round.functions).train(job, rules, threading.Lock(), threading.Event())
+    assert result is not None
+    return result

@@ -1,0 +1,94 @@
+"""Write the generated blocks of README.md and docs/*.md: what each method sends, measured speeds, results.
+
+python docs/tables.py
+
+A block is the text between ``<!-- NAME -->`` and ``<!-- /NAME -->``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+import fadamgc
+from fadamgc.algorithm import AnyAlgorithm, example
+from fadamgc.tree import names
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def sent(algorithm: AnyAlgorithm) -> tuple[list[str], list[str], list[str]]:
+    """Return the names of the vectors that one client receives, sends, and sends only if it is tracked."""
+    messages = example(algorithm, torch.empty(0))
+    up = names(messages.up)
+    tracked = [name for name in up if name.split(".")[0] in algorithm.tracked_only]
+    return names(messages.down), [name for name in up if name not in tracked], tracked
+
+
+def algorithms() -> str:
+    """Return the table of all methods, with the names of the vectors that they send."""
+    rows = ["| name | class | down | up | also up if tracked |", "|---|---|---|---|---|"]
+    for name in fadamgc.algorithms():
+        algorithm = fadamgc.make_algorithm(name)
+        cells = [f"`{name}`", f"`{type(algorithm).__name__}`", *map(", ".join, sent(algorithm))]
+        rows.append(f"| {' | '.join(cells)} |".replace("|  |", "| |"))
+    return "\n".join(rows)
+
+
+def traffic() -> str:
+    """Return the table of how many vectors travel; methods that send the same share a row."""
+    rows: dict[tuple[int, int, int], list[str]] = {}
+    for name in fadamgc.algorithms():
+        algorithm = fadamgc.make_algorithm(name)
+        down, up, tracked = map(len, sent(algorithm))
+        rows.setdefault((down, up, up + tracked), []).append(algorithm.title)
+    lines = ["| Method | down | up | up, if tracked |", "|---|--:|--:|--:|"]
+    lines += [f"| {', '.join(rows[key])} | {' | '.join(map(str, key))} |" for key in sorted(rows)]
+    return "\n".join(lines)
+
+
+def bench() -> str:
+    """Return the speeds of the last benchmark."""
+    spec = importlib.util.spec_from_file_location("report", ROOT / "benchmarks" / "report.py")
+    assert spec is not None
+    assert spec.loader is not None
+    report = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(report)
+    text: str = report.summary(json.loads((ROOT / "results/benchmarks/results.json").read_text()))
+    return text
+
+
+def results() -> str:
+    """Return the table of the saved runs on digits, as ``fadamgc report`` wrote it."""
+    return (ROOT / "results" / "digits" / "results.md").read_text()
+
+
+BLOCKS: dict[str, tuple[Callable[[], str], ...]] = {
+    "README.md": (results, algorithms, bench),
+    "docs/flower.md": (traffic,),
+}
+
+
+def pages() -> Iterator[tuple[Path, str]]:
+    """Yield each page that has generated blocks, and its text with the blocks as they should be."""
+    for name, makers in BLOCKS.items():
+        text = (ROOT / name).read_text()
+        for make in makers:
+            start, end = f"<!-- {make.__name__} -->\n", f"\n<!-- /{make.__name__} -->"
+            block = f"{start}{make().strip()}{end}"
+            text, count = re.subn(f"{start}.*?{end}", block.replace("\\", r"\\"), text, flags=re.DOTALL)
+            if count != 1:
+                raise SystemExit(f"{name} has {count} blocks {start.strip()}; it must have one")
+        yield ROOT / name, text
+
+
+if __name__ == "__main__":
+    for page, text in pages():
+        if text != page.read_text():
+            page.write_text(text)
+            print(f"wrote {page.relative_to(ROOT)}")

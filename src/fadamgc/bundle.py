@@ -1,0 +1,285 @@
+"""Bundles and journals: what a run saves.
+
+A *bundle* is tensors (safetensors) and everything else (JSON) in one folder. The JSON file, written last,
+names the tensor file with its digest, so a process that is killed at any moment leaves either the previous
+bundle or the new one. A *journal* is a file of JSON lines that only grows. A bundle names how many bytes of
+the journal are valid, with their digest: lines that no bundle names do not count.
+"""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import hashlib
+import io
+import json
+import os
+import re
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from fadamgc.errors import CheckpointError, shown
+from fadamgc.files import make_folder, remove_leftovers, replacing, unwritable, write_atomic
+
+FORMAT = 1
+CHUNK = 1 << 22  # bytes that are read at a time
+# Limits on what a compressed record may unpack to; records of real runs compress at most 100 times.
+LARGEST_RECORD, LARGEST_RATIO, SMALL_RECORD = 1 << 30, 300, 1 << 20
+SAFETENSORS_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+}
+
+
+class LazyTensor(NamedTuple):
+    """A tensor that is computed when it is written, so that not all are in memory at the same time."""
+
+    like: Tensor  # of the same type and shape; its values are not used
+    read: Callable[[], Tensor]
+
+
+def write_bundle(
+    folder: Path,
+    name: str,
+    content: Mapping[str, Any],
+    tensors: Mapping[str, Tensor | LazyTensor],
+    *,
+    format: int = FORMAT,
+    private: bool = False,
+) -> None:
+    """Write ``name.json`` and its tensors into a folder, replacing an earlier bundle of that name.
+
+    Tensors are written one after the other, without a copy of all of them. Only the user can read the tensor
+    file, because clients' states reveal something about their data; with ``private``, nobody else can read
+    the JSON file either.
+    """
+    make_folder(folder, private)
+    file, digest = None, None
+    try:
+        if tensors:
+            with replacing(folder, name, private=True) as (stream, finish):
+                digest = _write_tensors(stream, tensors)
+                file = f"{name}-{digest[:16]}.safetensors"
+                finish(folder / file)
+        body = {"format": format, "tensors": file, "tensors_sha256": digest, **content}
+        text = _json_lines({"sha256": _digest(body), **body})
+        write_atomic(folder / f"{name}.json", text.encode(), private)
+    except OSError as error:
+        raise unwritable(folder, error) from error
+    remove_other_tensors(folder, name, file)
+    remove_leftovers(folder, name)
+
+
+def remove_other_tensors(folder: Path, name: str, file: str | None) -> None:
+    """Remove the tensor files of earlier bundles of a name; ``file`` is that of the current one."""
+    for other in folder.glob(f"{glob.escape(name)}-*.safetensors"):
+        if other.name != file:
+            with suppress(OSError):
+                other.unlink(missing_ok=True)
+
+
+def _write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor | LazyTensor]) -> str:
+    """Write tensors in the safetensors format, one at a time; return the digest of the file.
+
+    The library's own writer needs all tensors at once and returns no digest.
+    """
+    likes = {key: t.like if isinstance(t, LazyTensor) else t for key, t in tensors.items()}
+    order = sorted(likes, key=lambda key: -likes[key].element_size())  # so that every tensor is aligned
+    header: dict[str, Any] = {}
+    end = 0
+    for key in order:
+        like = likes[key]
+        if like.dtype not in SAFETENSORS_NAMES:
+            raise CheckpointError(f"{key} of type {like.dtype} cannot be saved; use a type such as float32")
+        begin, end = end, end + like.numel() * like.element_size()
+        dtype = SAFETENSORS_NAMES[like.dtype]
+        header[key] = {"dtype": dtype, "shape": list(like.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    sha = hashlib.sha256()
+
+    def write(data: bytes | memoryview) -> None:
+        sha.update(data)
+        file.write(data)
+
+    write(len(text).to_bytes(8, "little") + text)
+    for key in order:
+        value = tensors[key]
+        write(tensor_bytes(value.read() if isinstance(value, LazyTensor) else value))
+    return sha.hexdigest()
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """Return the bytes of a tensor's numbers; a contiguous tensor on the CPU is not copied."""
+    array: Any = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+def has_bundle(folder: Path, name: str) -> bool:
+    """Whether the folder has a complete bundle of this name."""
+    return os.path.exists(_json_file(folder, name))
+
+
+def _json_file(folder: Path, name: str) -> Path:
+    """Return the path of a bundle's JSON file; the compressed one if there is no other."""
+    plain, compressed = folder / f"{name}.json", folder / f"{name}.json.gz"
+    return compressed if os.path.exists(compressed) and not os.path.exists(plain) else plain
+
+
+def read_bundle(
+    folder: Path, name: str, formats: tuple[int, ...] = (FORMAT,)
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Read a bundle; refuse one that is not byte for byte as it was written."""
+    path = _json_file(folder, name)
+    try:
+        data = path.read_bytes()
+        body = json.loads(_decompress(path, data) if path.suffix == ".gz" else data)
+        content = body if isinstance(body, dict) else {}
+        digest = _digest({key: value for key, value in content.items() if key != "sha256"})
+    except (FileNotFoundError, NotADirectoryError):
+        others = sorted(other.name for other in folder.glob("*.json"))
+        hint = f"; the folder has {', '.join(others)}" if others else ""
+        raise CheckpointError(f"{path} does not exist{hint}") from None
+    except RecursionError:
+        raise CheckpointError(f"{path} cannot be read (nested too deeply); it is damaged") from None
+    except (OSError, EOFError, zlib.error, ValueError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read ({error}); it is truncated or not of this kind"
+        ) from error
+    if not isinstance(body, dict) or not {"sha256", "format", "tensors"} <= body.keys():
+        raise CheckpointError(f"{path} is not a file of fadamgc: it has no digest and format")
+    if body["format"] not in formats:
+        readable = " and ".join(map(str, formats))
+        raise CheckpointError(
+            f"{path} has format {shown(body['format'])}; this version reads format {readable}"
+        )
+    if digest != body["sha256"]:
+        raise CheckpointError(
+            f"{path} was altered after it was written: its content does not match its sha256"
+        )
+    file = body["tensors"]
+    if file is None:
+        return body, {}
+    if not isinstance(file, str) or not re.fullmatch(r"[\w-]+\.safetensors", file, re.ASCII):
+        raise CheckpointError(f"{path} names no tensor file in its folder: {shown(file)}")
+    return body, _read_tensors(folder / file, path, body.get("tensors_sha256"))
+
+
+def _decompress(path: Path, data: bytes) -> bytes:
+    """Decompress a record; refuse one that unpacks to far more than any record of a run."""
+    limit = min(LARGEST_RECORD, max(SMALL_RECORD, LARGEST_RATIO * len(data)))
+    with gzip.open(io.BytesIO(data)) as file:
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise CheckpointError(
+            f"{path} unpacks from {len(data)} bytes to more than {limit}, so it is not a record"
+        )
+    return content
+
+
+def _read_tensors(path: Path, named_by: Path, digest: Any) -> dict[str, Tensor]:
+    sha, size = hashlib.sha256(), 0
+    try:
+        with open(path, "rb") as file:
+            while chunk := file.read(CHUNK):
+                sha.update(chunk)
+                size += len(chunk)
+    except OSError as error:
+        raise CheckpointError(f"{path}, named by {named_by}, cannot be read: {error.strerror}") from error
+    if sha.hexdigest() != digest:
+        raise CheckpointError(
+            f"{path} was truncated or altered after it was written: its {size} bytes do not "
+            f"match the sha256 in {named_by}"
+        )
+    try:
+        with safe_open(path, framework="pt") as file:
+            # Copies, because another process may write to the file later.
+            return {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, RuntimeError) as error:
+        raise CheckpointError(f"{path} is not a safetensors file: {error}") from error
+
+
+def _json_lines(body: Mapping[str, Any]) -> str:
+    """Return JSON with one line per key and per item of a list of objects: easy to read and compare."""
+    parts = []
+    for key, value in body.items():
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            text = "[\n" + ",\n".join(json.dumps(item) for item in value) + "\n]"
+        else:
+            text = json.dumps(value)
+        parts.append(f"{json.dumps(key)}: {text}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def _digest(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+class Journal:
+    """A file of JSON lines, with the digest of all valid lines.
+
+    Adding a line takes the same time however long the file is.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.size, self._sha = path, 0, hashlib.sha256()
+
+    def mark(self) -> dict[str, Any]:
+        """Return the number of valid bytes and their digest, for the bundle that names the journal."""
+        return {"bytes": self.size, "sha256": self._sha.hexdigest()}
+
+    def append(self, items: Iterable[Mapping[str, Any]]) -> None:
+        """Add lines after the valid ones; remove lines that a killed process wrote there."""
+        data = b"".join(json.dumps(item).encode() + b"\n" for item in items)
+        no_link = getattr(os, "O_NOFOLLOW", 0)  # a link could lead out of the folder
+        with open(os.open(self.path, os.O_RDWR | os.O_CREAT | no_link, 0o600), "r+b") as file:
+            file.truncate(self.size)
+            file.seek(self.size)
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        self.size += len(data)
+        self._sha.update(data)
+
+    def read(self, mark: Any, named_by: Path) -> Iterator[Any]:
+        """Read the lines that are valid according to a mark; ``append`` continues after them."""
+        try:
+            size, digest = int(mark["bytes"]), mark["sha256"]
+            data = b""
+            if size:
+                with open(self.path, "rb") as file:
+                    data = file.read(min(size, os.fstat(file.fileno()).st_size))
+        except (KeyError, TypeError, ValueError, OverflowError):
+            raise CheckpointError(f"{named_by} does not say how long {self.path.name} is") from None
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.path}, named by {named_by}, cannot be read: {error.strerror}"
+            ) from error
+        sha = hashlib.sha256(data)
+        if len(data) != size or sha.hexdigest() != digest:
+            raise CheckpointError(
+                f"{self.path} was truncated or altered after it was written: its first {size} bytes do not "
+                f"match the sha256 in {named_by}"
+            )
+        self.size, self._sha = size, sha
+        for line in data.splitlines():
+            try:
+                yield json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise CheckpointError(f"{self.path} has a line that is not JSON: {error}") from None

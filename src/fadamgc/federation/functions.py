@@ -1,0 +1,204 @@
+"""A task's model, loss and evaluation as pure functions of flat vectors, on one device and in one dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+from torch.func import functional_call, vmap
+
+from fadamgc.errors import ClientError, InputError, reason, shown
+from fadamgc.federation.client_data import ClientData
+from fadamgc.federation.sampling import EVALUATION, GRADIENT, torch_seed
+from fadamgc.federation.traits import changing_buffers, draws_random_numbers
+from fadamgc.flat import Flat
+from fadamgc.runtime import seeded
+from fadamgc.task import Task, cast
+
+Buffers: TypeAlias = dict[str, Tensor]
+
+CHUNK = 2048  # samples in one forward pass of an evaluation or of a whole-data gradient
+
+
+class TaskFunctions:
+    """The functions that executors differentiate and the server evaluates.
+
+    Attributes:
+        dtype: type of outputs, losses and gradients.
+        x0: the trainable parameters of the task's model; float32 if ``dtype`` has 16 bits. Algorithms
+            compute in the type of x0: in 16 bits, small steps would be lost and y would drift from the mean
+            of the y_i.
+        buffers0: the buffers that training changes.
+        fixed: everything else in the model, by name.
+        sample: two samples of the largest client, on which traits of the model are tried out.
+        test: the test data; None where nothing is evaluated.
+    """
+
+    def __init__(
+        self, task: Task, dtype: torch.dtype | None = None, device: str | torch.device | None = None
+    ):
+        first = next(p for p in task.model.parameters() if p.requires_grad)
+        self.task = task
+        self.dtype = dtype or first.dtype
+        self.device = first.device
+        self.flat = Flat.of(task.model)
+        module = self.flat.copy(task.model)
+        if dtype is not None:
+            module = module.to(dtype=dtype)
+        if device is not None:
+            try:
+                self.device = torch.device(device)
+                module = module.to(device=self.device)
+            except (RuntimeError, AssertionError, TypeError, ValueError, OverflowError) as error:
+                raise InputError(f"device={shown(device)} cannot be used here: {reason(error)}") from error
+            if self.device.type == "meta":
+                raise InputError("device='meta' cannot be used here: tensors have no values there")
+        self.module = module.requires_grad_(False)
+        self.x0 = self.flat.flatten(self.module)
+        if self.mixed:
+            self.x0 = self.x0.float()
+        self.sample = self._cast(*(part[:2] for part in max(task.pairs, key=lambda pair: len(pair[0]))))
+        self.test = None if task.test_pair is None else self._cast(*task.test_pair)
+        self.module.train()
+        changing = changing_buffers(self.module, self.sample[0])
+        tensors = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+        self.buffers0: Buffers = {n: t.detach().clone() for n, t in tensors.items() if n in changing}
+        self.fixed: Buffers = {
+            n: t.detach() for n, t in tensors.items() if n not in self.flat.names and n not in changing
+        }
+
+    @property
+    def mixed(self) -> bool:
+        """Whether algorithms compute in float32 and the model in a 16-bit type."""
+        return self.dtype.itemsize == 2
+
+    @cached_property
+    def random(self) -> bool:
+        """Whether the model draws random numbers while it trains (dropout and the like)."""
+        return draws_random_numbers(self)
+
+    def fresh_buffers(self) -> Buffers:
+        """Return a copy of ``buffers0``."""
+        return {name: value.clone() for name, value in self.buffers0.items()}
+
+    def loss(
+        self,
+        x: Tensor,
+        buffers: Buffers,
+        inputs: Tensor,
+        targets: Tensor,
+        fixed: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
+        """Return the training loss at x on one batch. CHANGES the buffers, as the module would."""
+        return self.task.loss(self._output(x, buffers, inputs, fixed), targets)
+
+    def sample_losses(
+        self,
+        x: Tensor,
+        buffers: Buffers,
+        inputs: Tensor,
+        targets: Tensor,
+        fixed: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
+        """Return the training loss at x of each sample of a batch by itself. CHANGES the buffers."""
+
+        def loss_of_one(output: Tensor, target: Tensor) -> Tensor:
+            return self.task.loss(output[None], target[None])
+
+        losses: Tensor = vmap(loss_of_one)(self._output(x, buffers, inputs, fixed), targets)
+        return losses
+
+    def parameters(self, x: Tensor) -> dict[str, Tensor]:
+        """Return the model's parameters at x, in the type that the model computes in."""
+        return self.flat.unflatten(x.to(self.dtype) if self.mixed and x.dtype == torch.float32 else x)
+
+    def gradient(self, x: Tensor, buffers: Buffers, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return gradient and loss at x on one batch. CHANGES the buffers."""
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            loss = self.loss(x, buffers, inputs, targets)
+            (g,) = torch.autograd.grad(loss, x)
+        for name, value in buffers.items():
+            buffers[name] = value.detach()
+        return g, loss.detach()
+
+    def whole_gradient(
+        self, x: Tensor, buffers: Mapping[str, Tensor], client: int, data: ClientData, seed: int, t: int
+    ) -> Tensor:
+        """Return the gradient at x of the loss over all of a client's data, without changing the buffers."""
+        total = torch.zeros_like(x)
+        with seeded(torch_seed(seed, GRADIENT, t, client)):
+            for inputs, targets in data.chunks(CHUNK):
+                scratch = {name: value.clone() for name, value in buffers.items()}
+                try:
+                    g, _ = self.gradient(x, scratch, inputs, targets)
+                except Exception as error:
+                    raise ClientError(
+                        f"model or loss failed for client {client}, round {t}, on its whole data: "
+                        f"{reason(error)}"
+                    ) from error
+                total = total + g * (len(inputs) / data.size)
+        return total
+
+    @torch.no_grad()
+    def evaluate(self, x: Tensor, buffers: Mapping[str, Tensor], seed: int, t: int) -> dict[str, float]:
+        """Return loss, accuracy (if it is the metric) and metric on the test data; {} without test data."""
+        if self.test is None:
+            return {}
+        inputs, targets = self.test
+        with seeded(torch_seed(seed, EVALUATION, t)):
+            output, loss = self._test_loss(x, buffers, inputs, targets)
+        values = {"test_loss": loss}
+        if self.task.metric == "accuracy":
+            values["test_accuracy"] = float((output.argmax(dim=1) == targets).double().mean())
+            values["test_metric"] = values["test_accuracy"]
+        elif self.task.metric == "loss":
+            values["test_metric"] = values["test_loss"]
+        else:
+            assert callable(self.task.metric)
+            try:
+                values["test_metric"] = float(self.task.metric(output, targets))
+            except Exception as error:
+                raise InputError(
+                    f"metric={self.task.metric!r} must return a number for outputs of shape "
+                    f"{tuple(output.shape)} and targets of shape {tuple(targets.shape)}: {reason(error)}"
+                ) from error
+        return values
+
+    @torch.no_grad()
+    def quick_test_loss(self, x: Tensor, buffers: Mapping[str, Tensor], samples: int) -> float | None:
+        """Return the loss on the first test samples; None without test data."""
+        if self.test is None:
+            return None
+        inputs, targets = (part[:samples].clone() for part in self.test)
+        with torch.random.fork_rng(devices=[]):
+            return self._test_loss(x, buffers, inputs, targets)[1]
+
+    def _test_loss(
+        self, x: Tensor, buffers: Mapping[str, Tensor], inputs: Tensor, targets: Tensor
+    ) -> tuple[Tensor, float]:
+        state = {**self.parameters(x), **buffers, **self.fixed}
+        self.module.eval()
+        try:
+            chunks = torch.split(inputs, CHUNK)
+            output = torch.cat([functional_call(self.module, state, (chunk.clone(),)) for chunk in chunks])
+            return output, float(self.task.loss(output, targets))
+        except Exception as error:
+            raise InputError(f"model or loss failed on the test data: {reason(error)}") from error
+        finally:
+            self.module.train()
+
+    def _cast(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return cast(inputs, self.dtype, self.device), cast(targets, self.dtype, self.device)
+
+    def _output(
+        self, x: Tensor, buffers: Buffers, inputs: Tensor, fixed: Mapping[str, Tensor] | None
+    ) -> Tensor:
+        state = {**self.parameters(x), **buffers, **(self.fixed if fixed is None else fixed)}
+        output: Tensor = functional_call(self.module, state, (inputs,))
+        for name in buffers:  # a module may assign a buffer instead of changing it in place
+            buffers[name] = state[name]
+        return output

@@ -1,0 +1,58 @@
+"""A round as its clients see it: what the server sent, one job per client, and the result of a job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from fadamgc.algorithm import AnyAlgorithm
+from fadamgc.federation.client_data import ClientData
+from fadamgc.federation.functions import Buffers, TaskFunctions
+from fadamgc.federation.sampling import Batches
+
+
+class Round(NamedTuple):
+    """What all clients of a round have in common."""
+
+    functions: TaskFunctions
+    algorithm: AnyAlgorithm
+    seed: int
+    t: int  # number of the round, from 1
+    down: Any  # what the server sent
+    buffers: Buffers
+
+
+class Job(NamedTuple):
+    """One client's part in a round."""
+
+    round: Round
+    client: int
+    data: ClientData
+    load_state: Callable[[], Any]
+    tracked: bool
+    batches: Batches
+
+    @property
+    def state(self) -> Any:
+        """The client's state before the round; it may be read from a file, so ask only once."""
+        return self.load_state()
+
+    def whole_gradient(self) -> Tensor | None:
+        """Return the gradient of the client's whole data at x, if the algorithm needs it in every round."""
+        r = self.round
+        if not r.algorithm.round_gradient:
+            return None
+        return r.functions.whole_gradient(r.down.x, r.buffers, self.client, self.data, r.seed, r.t)
+
+
+class Result(NamedTuple):
+    """The result of a job."""
+
+    job: Job
+    state: Any  # the client's state after the round
+    up: Any  # what the client sends
+    buffers: Buffers
+    loss: Tensor  # mean over the local steps, shape ()
+    finite: bool | None = None  # whether state and up are finite; None if not checked yet

@@ -1,0 +1,222 @@
+"""The server's half of a federated run: one object under the simulator and under Flower."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fadamgc.algorithm import AnyAlgorithm
+from fadamgc.errors import NonFiniteError
+from fadamgc.federation.client_states import ClientStates
+from fadamgc.federation.cost import CostModel, Work, traffic
+from fadamgc.federation.functions import Buffers, TaskFunctions
+from fadamgc.federation.jobs import Round
+from fadamgc.federation.run import Record, Run, environment
+from fadamgc.federation.sampling import Draw, draw
+from fadamgc.federation.settings import Settings
+from fadamgc.federation.sums import Sums, all_finite
+from fadamgc.methods import algorithm_name
+from fadamgc.tree import named_leaves
+
+
+class ServerState(NamedTuple):
+    """The server's state and the model's averaged buffers, before or after a round."""
+
+    server: Any
+    buffers: Buffers
+
+    def nonfinite(self) -> str | None:
+        """Return the name of a tensor that is not finite, or None."""
+        tensors = {**named_leaves(self.server), **self.buffers}
+        return next((name for name, tensor in tensors.items() if not all_finite(tensor)), None)
+
+
+class Federation:
+    """The state of a federated run between rounds. It knows neither executors nor networks nor files.
+
+    A round changes nothing before ``commit``:
+
+        draw = federation.who()                     who takes part
+        round = federation.open()                   what the server sends
+        sums = federation.new_sums()                add the clients' results, in ascending order
+        after = federation.aggregate(sums)          the server after the round
+        evaluation = federation.evaluate(after)
+        federation.commit(after, federation.record(draw, sums, evaluation, ...))
+
+    Args:
+        algorithm: the algorithm.
+        functions: the task's model, loss and evaluation.
+        n: number of clients.
+        settings: how the run proceeds.
+        cost: how rounds are priced.
+
+    Attributes:
+        t: number of the last round that was committed.
+        state: the server's state and the buffers; ``state.server`` is None as long as the run waits for the
+            clients' gradients at the initial model (``begin_with``).
+        weights: the clients' weights, with mean 1; None if all are equal.
+        history: one record per round.
+        setup: the work before round 1, which counts in round 1.
+    """
+
+    def __init__(
+        self,
+        algorithm: AnyAlgorithm,
+        functions: TaskFunctions,
+        n: int,
+        settings: Settings,
+        cost: CostModel | None = None,
+    ) -> None:
+        self.algorithm, self.functions, self.n, self.settings = algorithm, functions, n, settings
+        self.task = functions.task
+        self.cost = cost or CostModel()
+        self.cost.check(n)
+        x0, buffers0 = functions.x0, functions.buffers0
+        self.traffic = traffic(algorithm, functions.flat.d, x0.dtype, buffers0)
+        self.t = 0
+        self.state = ServerState(None if algorithm.init_gradient else algorithm.init_server(x0), buffers0)
+        self.weights: list[float] | None = None
+        self.history: list[Record] = []
+        self.setup: tuple[Work, ...] = ()
+
+    def begin_with(self, gradients: Iterable[Tensor], steps: Sequence[int]) -> None:
+        """Start from every client's gradient at the initial model, for algorithms with ``init_gradient``.
+
+        Args:
+            gradients: one gradient per client, in order.
+            steps: what each gradient cost, in local steps.
+        """
+        x0, n = self.functions.x0, self.n
+        total = torch.zeros_like(x0)
+        for i, g in enumerate(gradients):
+            total = total + (g if self.weights is None else g * self.weights[i])
+        if not all_finite(total):
+            message = "the sum of the clients' gradients at the initial model is not finite"
+            raise NonFiniteError(None, 0, None, message)
+        vector = x0.numel() * x0.element_size()
+        buffers = sum(b.numel() * b.element_size() for b in self.state.buffers.values())
+        self.setup = (Work(tuple(range(n)), tuple(steps), (vector + buffers,) * n, (vector,) * n),)
+        self.state = self.state._replace(server=self.algorithm.init_server(x0, total / n))
+
+    def over(self) -> bool:
+        """Whether the last round or the target has been reached."""
+        value = self.history[-1].test_metric if self.history else None
+        target = self.settings.target
+        reached = target is not None and value is not None and self.task.reached(value, target)
+        return self.t >= self.settings.rounds or reached
+
+    def who(self, available: Iterable[int] | None = None) -> Draw:
+        """Return who takes part in the next round, out of the clients that are available (None: all)."""
+        s, t = self.settings, self.t + 1
+        present = list(range(self.n)) if available is None else sorted(set(available))
+        if len(present) == self.n:
+            return s.who(t, self.n)
+        if s.schedule is not None:
+            planned = s.who(t, self.n)
+            return Draw(*(tuple(i for i in ids if i in present) for ids in planned))
+        S = min(s.sampled or self.n, len(present))
+        tracked = S if s.tracked is None else min(s.tracked, S)
+        positions = draw(s.seed, t, len(present), S, tracked) if S else Draw((), ())
+        return Draw(*(tuple(present[i] for i in ids) for ids in positions))
+
+    def open(self) -> Round:
+        """Return the next round as its clients see it."""
+        down = self.algorithm.broadcast(self.state.server)
+        seed = self.settings.seed
+        return Round(self.functions, self.algorithm, seed, self.t + 1, down, self.state.buffers)
+
+    def new_sums(self) -> Sums:
+        """Return empty sums for the next round."""
+        return Sums(self.weights)
+
+    def aggregate(self, sums: Sums) -> ServerState:
+        """Return the server's state and the buffers after the next round; unchanged without any client."""
+        server, buffers = self.state
+        return ServerState(
+            sums.aggregate(self.algorithm, server, self.n, self.t + 1), sums.mean_buffers(buffers)
+        )
+
+    def evaluate(self, state: ServerState) -> dict[str, float]:
+        """Return the evaluation of the next round; {} if that round is not evaluated."""
+        t = self.t + 1
+        if not self.settings.evaluates(t):
+            return {}
+        return self.functions.evaluate(state.server.x, state.buffers, self.settings.seed, t)
+
+    def work_steps(self, steps: int, samples: int) -> int:
+        """Return what a client's round costs in steps, with the pass over its data that some rules need."""
+        return steps + (self.settings.passes(samples) if self.algorithm.round_gradient else 0)
+
+    def record(
+        self,
+        draw: Draw,
+        sums: Sums,
+        evaluation: Mapping[str, float],
+        steps: Sequence[int],
+        seconds: float,
+        dropped: Collection[int] = (),
+        silent: Collection[int] = (),
+    ) -> Record:
+        """Return the priced record of the next round.
+
+        Args:
+            draw: who took part.
+            sums: the sums over the clients that were added.
+            evaluation: the evaluation, {} if there was none.
+            steps: the work of each sampled client, in steps.
+            seconds: how long the round took here.
+            dropped: clients whose update was not added.
+            silent: clients that sent nothing, so that no bytes are counted.
+        """
+        t = self.t + 1
+        work = self.traffic.work(draw.sampled, draw.tracked, steps)
+        if silent:
+            up = (0 if i in silent else size for i, size in zip(draw.sampled, work.up, strict=True))
+            work = work._replace(up=tuple(up))
+        return Record.of(
+            *(t, evaluation, (*(self.setup if t == 1 else ()), work), self.cost),
+            train_loss=sums.mean_loss(),
+            wall_seconds=seconds,
+            sampled=draw.sampled,
+            tracked=draw.tracked,
+            dropped=tuple(dropped),
+        )
+
+    def commit(self, state: ServerState, record: Record) -> None:
+        """End the round: from now on it counts."""
+        self.state, self.t = state, record.round
+        self.history.append(record)
+
+    def identity(self) -> dict[str, Any]:
+        """Return what must be equal for one run to be the continuation of another."""
+        return {
+            "algorithm": algorithm_name(self.algorithm),
+            "hyperparameters": dataclasses.asdict(self.algorithm),
+            "clients": self.n,
+            "dtype": str(self.functions.dtype).removeprefix("torch."),
+            **self.settings.to_json(),
+        }
+
+    def run(self, clients: ClientStates, settings: Mapping[str, Any]) -> Run:
+        """Return the run so far; ``settings`` are added to the settings that the run saves."""
+        described = {
+            "rounds": self.settings.rounds,
+            "target": self.settings.target,
+            "task": self.task.name,
+        }
+        return Run(
+            algorithm=self.algorithm,
+            server=self.state.server,
+            clients=clients,
+            buffers=self.state.buffers,
+            history=list(self.history),
+            settings=self.identity() | described | dict(settings),
+            environment=environment(),
+            cost=self.cost,
+            task=self.task,
+            goal=str(self.task.goal),
+        )

@@ -1,0 +1,152 @@
+"""Traits of a model that decide how it can be trained, found by trying it or by looking at its layers."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+
+from fadamgc.errors import InputError
+from fadamgc.runtime import seeded
+from fadamgc.task import cast
+
+if TYPE_CHECKING:
+    from fadamgc.federation.client_data import ClientTable
+    from fadamgc.federation.functions import Buffers, TaskFunctions
+
+log = logging.getLogger("fadamgc")
+
+
+def changing_buffers(module: nn.Module, inputs: Tensor) -> set[str]:
+    """Return the names of buffers that a forward pass in training mode changes.
+
+    All buffers of the same layer count, such as BatchNorm's statistics: some data leave one of them unchanged
+    by chance.
+    """
+    before = {name: value.clone() for name, value in module.named_buffers()}
+    if not before:
+        return set()
+    after = {name: value.clone() for name, value in before.items()}
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        functional_call(module, after, (inputs.clone(),))
+    owners = {name.rpartition(".")[0] for name, was in before.items() if not torch.equal(was, after[name])}
+    return {name for name in before if name.rpartition(".")[0] in owners}
+
+
+def draws_random_numbers(functions: TaskFunctions) -> bool:
+    """Whether the model draws random numbers while it trains (dropout and the like)."""
+    inputs, targets = functions.sample
+    with seeded(0), torch.no_grad():
+        before = torch.get_rng_state()
+        functions.loss(functions.x0, functions.fresh_buffers(), inputs.clone(), targets)
+        return not torch.equal(before, torch.get_rng_state())
+
+
+def has_slow_blocks(module: nn.Module) -> bool:
+    """Whether the model has layers for which a block of clients at once gains nothing on a CPU."""
+    slow = (nn.modules.conv._ConvNd, nn.RNNBase)
+    return any(isinstance(layer, slow) for layer in module.modules())
+
+
+def fits_channels_last(module: nn.Module) -> bool:
+    """Whether a model has convolutions, all of which can run with their channels last.
+
+    Not all can: the gradient of a 1x1 convolution with a stride and very few input channels (seen with 3
+    and 4, torch 2.13 on a CPU) writes beyond its memory, and the process dies. 16 is on the safe side.
+    """
+    convolutions = [layer for layer in module.modules() if isinstance(layer, nn.Conv2d)]
+    narrow = [
+        layer
+        for layer in convolutions
+        if layer.kernel_size == (1, 1) and layer.stride != (1, 1) and layer.in_channels < 16
+    ]
+    return bool(convolutions) and not narrow
+
+
+def check_batchable(functions: TaskFunctions) -> None:
+    """Refuse a model that cannot be batched over clients, before the first round."""
+    x = functions.x0.expand(2, -1)
+    buffers = {name: value.expand(2, *value.shape) for name, value in functions.buffers0.items()}
+    inputs, targets = (torch.stack([part, part]) for part in functions.sample)
+
+    def loss(x: Tensor, buffers: Buffers, inputs: Tensor, targets: Tensor) -> Tensor:
+        buffers = {name: value.clone() for name, value in buffers.items()}
+        return functions.loss(x, buffers, inputs, targets, functions.fixed)
+
+    try:
+        vmap(grad(loss), randomness="error")(x, buffers, inputs, targets)
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0]
+        raise InputError(
+            f"executor='vectorized' cannot run model={type(functions.task.model).__name__}: {reason}; "
+            "use executor='loop'"
+        ) from error
+
+
+def is_samplewise(functions: TaskFunctions, clients: ClientTable) -> bool:
+    """Whether the loss of a batch is the mean of the losses of its samples, whatever the parameters.
+
+    Tried in float64 away from the initial model (where many losses agree by accident), by gradients, on
+    samples that have all labels. In doubt the answer is no, which costs speed only.
+    """
+    if functions.buffers0:  # statistics over a batch
+        return False
+    rows = _varied_rows(clients.targets)
+    inputs, targets = (
+        cast(data[rows], torch.float64, functions.device) for data in (clients.inputs, clients.targets)
+    )
+    fixed = {name: cast(value, torch.float64, functions.device) for name, value in functions.fixed.items()}
+    random = torch.Generator().manual_seed(0)
+
+    def gradients(x: Tensor) -> tuple[Tensor, Tensor]:
+        whole = grad(lambda x: functions.loss(x, {}, inputs.clone(), targets, fixed))(x)
+        single = grad(lambda x: functions.sample_losses(x, {}, inputs.clone(), targets, fixed).mean())(x)
+        return whole, single
+
+    try:
+        for scale in (0.1, 0.5):
+            noise = torch.randn(functions.flat.d, generator=random, dtype=torch.float64)
+            x = functions.x0.double() + scale * noise.to(functions.device)
+            whole, single = gradients(x)
+            if not torch.allclose(whole, single, rtol=1e-6, atol=1e-9 * float(whole.abs().max())):
+                return False
+    except Exception as error:
+        log.info("executor vectorized: batches are not padded (%s)", error)
+        return False
+    return True
+
+
+def _varied_rows(targets: Tensor) -> Tensor:
+    """Return rows that contain every label (the extreme ones, if there are very many), and some more."""
+    total = len(targets)
+    rows = set(torch.linspace(0, total - 1, min(16, total)).long().tolist())
+    if not targets.is_floating_point():
+        flat = targets.reshape(total, -1)
+        values = flat.unique()  # type: ignore[no-untyped-call]
+        labels = values if len(values) <= 256 else torch.cat([values[:128], values[-128:]])
+        rows |= {int((flat == value).any(dim=1).nonzero()[0]) for value in labels}
+    return torch.tensor(sorted(rows), device=targets.device)
+
+
+def same_model(first: TaskFunctions, second: TaskFunctions, inputs: Tensor, targets: Tensor) -> bool:
+    """Whether two tasks have the same model and loss, so that only data and weights differ.
+
+    Modules with the same description may still behave differently, which shows in their losses on a batch.
+    """
+    same = (
+        first.task.loss is second.task.loss
+        and (first.flat, first.dtype, first.device) == (second.flat, second.dtype, second.device)
+        and repr(first.module) == repr(second.module)
+        and first.buffers0.keys() == second.buffers0.keys()
+        and first.fixed.keys() == second.fixed.keys()
+        and all(torch.equal(value, second.fixed[name]) for name, value in first.fixed.items())
+        and all(a.shape[1:] == b.shape[1:] for a, b in zip(first.sample, second.sample, strict=True))
+    )
+    if not same or first.random or second.random:
+        return False
+    with torch.no_grad():
+        losses = [f.loss(first.x0, first.fresh_buffers(), inputs.clone(), targets) for f in (first, second)]
+    return torch.equal(*losses)

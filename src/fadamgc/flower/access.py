@@ -1,0 +1,92 @@
+"""Access to a SuperLink: how it is started, the operator's token, and a check that strangers are refused."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import secrets
+import ssl
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from fadamgc.errors import FadamgcError
+from fadamgc.files import write_atomic
+
+LAUNCH_SCRIPT = Path(__file__).with_name("launch.py")
+ACQUIRE_TASK = "/v1/runtime/acquire-task"
+PROTECTED_PATHS = (  # requests that would let a stranger run code, or act as an app
+    *("/v1/control/start-run", "/v1/control/register-node"),
+    *(ACQUIRE_TASK, "/v1/runtime/start-automation"),
+)
+FLOWER_OFFLINE = {  # environment in which Flower connects to nothing but the SuperLink
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+}
+
+
+def launch_command(kind: str) -> list[str]:
+    """Return the command that starts a "superlink" or a "supernode", to which Flower's options are added."""
+    return [sys.executable, "-P", str(LAUNCH_SCRIPT), kind]
+
+
+def search_path() -> str:
+    """Return $PATH with the commands of this Python first."""
+    return f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+
+
+def make_token(path: Path) -> str:
+    """Write a new operator's token to a file that only its owner can read."""
+    token = secrets.token_urlsafe(32)
+    write_atomic(path, token.encode(), private=True)
+    return token
+
+
+def log_in(home: Path, address: str, token: str) -> None:
+    """Let Flower's command send the operator's token to a SuperLink.
+
+    Args:
+        home: Flower's folder, $FLWR_HOME.
+        address: address of the SuperLink, written as in Flower's ``config.toml``.
+        token: the operator's token.
+    """
+    from flwr.cli.constant import ACCESS_TOKEN_STORE_KEY, AUTHN_TYPE_STORE_KEY, REFRESH_TOKEN_STORE_KEY
+    from flwr.common.constant import AuthnType
+    from flwr.supercore.credential_store.file_credential_store import FileCredentialStore
+
+    store = FileCredentialStore(home / "credentials.yaml")
+    store.set(AUTHN_TYPE_STORE_KEY % address, AuthnType.OIDC.encode())
+    store.set(ACCESS_TOKEN_STORE_KEY % address, token.encode())
+    store.set(REFRESH_TOKEN_STORE_KEY % address, b"none")  # Flower requires one; the SuperLink accepts none
+
+
+def check_refusals(host: str, port: int, root: Path | None, paths: Sequence[str] = PROTECTED_PATHS) -> None:
+    """Send a SuperLink or a node the requests of a stranger, and fail unless it refuses them.
+
+    Args:
+        host: where it listens.
+        port: where it listens.
+        root: the authority's certificate, or None without TLS.
+        paths: the requests.
+    """
+    tls = None if root is None else ssl.create_default_context(cafile=str(root))
+    for path in paths:
+        connection = (
+            http.client.HTTPConnection(host, port, timeout=30)
+            if tls is None
+            else http.client.HTTPSConnection(host, port, timeout=30, context=tls)
+        )
+        try:
+            connection.request("POST", path, b"", {"Content-Type": "application/protobuf"})
+            status = connection.getresponse().status
+        except (OSError, http.client.HTTPException) as error:
+            raise FadamgcError(f"{host}:{port} does not answer: {error}") from error
+        finally:
+            connection.close()
+        if status not in (401, 403):
+            raise FadamgcError(
+                f"{host}:{port} answers {path} with {status} to a request without a token, where only a "
+                "refusal (401, 403) keeps strangers out. Install a supported version of Flower: "
+                "pip install 'fadamgc[flower]'"
+            )

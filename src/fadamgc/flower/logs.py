@@ -1,0 +1,16 @@
+"""Log messages of the Flower apps."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+
+def log_to_stdout() -> None:
+    """Show this package's log messages in the output of a Flower app."""
+    log = logging.getLogger("fadamgc")
+    if not log.handlers:
+        handler = logging.StreamHandler(sys.stdout)
+        handler.setFormatter(logging.Formatter("fadamgc: %(message)s"))
+        log.addHandler(handler)
+        log.setLevel(logging.INFO)

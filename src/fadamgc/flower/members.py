@@ -1,0 +1,91 @@
+"""The clients of a federation as the server knows them: sizes of their data, and keys of their nodes."""
+
+from __future__ import annotations
+
+import math
+from statistics import median_low
+
+from fadamgc.flower.protocol import RefusedError
+
+
+class Members:
+    """Who the clients are.
+
+    Args:
+        n: number of clients.
+        weighted: whether clients are weighted by the sizes of their data, so that a size must not change.
+        max_samples: largest number of samples that is accepted; None accepts any.
+        max_size_ratio: largest ratio to the median size that is accepted if ``weighted``; None accepts any.
+
+    Attributes:
+        samples: number of samples of each client that has connected.
+        keys: digest of the key of the node that each client is bound to.
+    """
+
+    def __init__(self, n: int, weighted: bool, max_samples: int | None, max_size_ratio: float | None) -> None:
+        self.n, self.weighted = n, weighted
+        self.max_samples, self.max_size_ratio = max_samples, max_size_ratio
+        self.samples: dict[int, int] = {}
+        self.keys: dict[int, str] = {}
+
+    def admit(self, client: int, samples: int, started: bool) -> None:
+        """Take in the size of a client's data.
+
+        Args:
+            client: number of the client.
+            samples: how many samples it says that it has.
+            started: whether a round has been counted already.
+
+        Raises:
+            RefusedError: the client has another number of samples than its weight was made of, or too many.
+        """
+
+        def refusal(why: str) -> RefusedError:
+            return RefusedError("samples", f"client {client} has {samples} samples, {why}")
+
+        if self.max_samples is not None and samples > self.max_samples:
+            raise refusal(f"more than max_samples={self.max_samples}")
+        before = self.samples.get(client)
+        if self.weighted and before not in (None, samples):
+            raise refusal(
+                f"and had {before}: with weights = 'size' that number must not change, or y is no longer the "
+                "mean. Reset all states (reset-states = true)"
+            )
+        self.samples[client] = samples
+        if self.weighted and len(self.samples) == self.n and not started:
+            largest = (self.max_size_ratio or math.inf) * median_low(self.samples.values())
+            for other in [i for i, size in self.samples.items() if size > largest]:
+                del self.samples[other]
+            if client not in self.samples:
+                raise refusal(
+                    f"more than {self.max_size_ratio:g} times the median; with weights = 'size' it would "
+                    "decide alone. Set max-size-ratio higher if that number is right"
+                )
+
+    def check_key(self, client: int, key: str) -> None:
+        """Refuse a node that speaks for a client with another key than the first one that did.
+
+        Args:
+            client: number of the client.
+            key: digest of the node's public key; empty if the node has none.
+
+        Raises:
+            RefusedError: the client is bound to another key, the key to another client, or there is no key.
+        """
+        bound = self.keys.get(client)
+        other = next((i for i, bound_key in self.keys.items() if bound_key == key and i != client), None)
+        if not key:
+            why = "clients are bound to the keys of their nodes (bind-clients = 'on'), and it shows no key"
+        elif bound is not None and bound != key:
+            why = f"that client is bound to key {bound[:16]}, not {key[:16]}"
+        elif other is not None:
+            why = f"its key {key[:16]} is bound to client {other}"
+        else:
+            return
+        to_unbind = ", ".join(str(i) for i in (client, other) if i in self.keys)
+        remedy = f"; if that is right, run once with unbind-clients = '{to_unbind}'" if to_unbind else ""
+        raise RefusedError("key", f"it says that it is client {client}, but {why}{remedy}")
+
+    def bind(self, client: int, key: str) -> None:
+        """Accept a client only from this key from now on."""
+        self.keys[client] = key

@@ -1,0 +1,197 @@
+"""What a server accepts as the reply of a client: the right message, finite numbers, norms in proportion."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from statistics import median_low
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fadamgc.federation.server import ServerState
+from fadamgc.flower.protocol import RefusedError, Reply, Request, describe
+from fadamgc.tree import named_leaves
+
+LARGEST_LOSS = 1e30
+REMEMBERED_ROUNDS = 5  # whose median norms are remembered
+STEPS = "local steps"  # the typical number of steps is remembered like a norm
+NORM_LAYERS = (
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+)
+
+Norms = dict[str, float]
+
+
+class Scale(NamedTuple):
+    """The typical norm of one vector in the clients' messages."""
+
+    largest: float = 0.0  # the largest median over the remembered rounds that there has been
+    recent: tuple[float, ...] = ()  # the median norm of each remembered round
+
+    def after(self, norms: Iterable[float]) -> Scale:
+        """Return the scale after a round in which these norms were accepted; norms of 0 do not count."""
+        lengths = [norm for norm in norms if norm > 0]
+        if not lengths:
+            return self
+        recent = (*self.recent, median_low(lengths))[-REMEMBERED_ROUNDS:]
+        return Scale(max(self.largest, median_low(recent)), recent)
+
+    def reference(self, norms: Iterable[float]) -> float:
+        """Return what the norms of a round are compared with; 0 if there is nothing to compare with.
+
+        The median of two norms is the lower one, so that one client of two cannot move it up.
+        """
+        lengths = [norm for norm in norms if norm > 0]
+        return max(self.largest, median_low(lengths) if len(lengths) > 1 else 0.0)
+
+
+class ReplyChecks:
+    """Checks single replies, and all replies of a round against each other.
+
+    Args:
+        module: the model, for the names of its running variances.
+        max_norm: longest vector that is accepted; None accepts any.
+        max_norm_ratio: largest ratio to the typical norm that is accepted; None accepts any.
+
+    Attributes:
+        scales: the typical norm of each vector and buffer.
+    """
+
+    def __init__(self, module: nn.Module, max_norm: float | None, max_norm_ratio: float | None) -> None:
+        self.max_norm, self.max_norm_ratio = max_norm, max_norm_ratio
+        self.scales: dict[str, Scale] = {}
+        self._variances = {
+            f"{name}.running_var" if name else "running_var"
+            for name, layer in module.named_modules()
+            if isinstance(layer, NORM_LAYERS)
+        }
+
+    def check_header(self, client: int, reply: Reply, request: Request) -> None:
+        """Refuse a reply of another client, or to another request.
+
+        Raises:
+            RefusedError: with the reason.
+        """
+        if reply.client != client:
+            raise refusal(client, "another client", f"it says that it is client {reply.client}")
+        if reply[:4] != request[:4]:
+            raise refusal(
+                client,
+                "another round",
+                f"it answers {describe(reply.stamp)} of {reply.experiment!r}, asked was "
+                f"{describe(request.stamp)} of {request.experiment!r}",
+            )
+
+    def check_numbers(
+        self,
+        client: int,
+        reply: Reply,
+        vectors: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        steps: int | None,
+    ) -> Norms:
+        """Refuse a reply with the wrong fields, shapes or steps, or with numbers that are not finite.
+
+        Args:
+            client: number of the client.
+            reply: the reply.
+            vectors: the vectors that were asked for, as tensors of the same shape and type.
+            buffers: the buffers that the server has, in the order of those that were asked for.
+            steps: the local steps that were asked for; None if unknown.
+
+        Returns:
+            The norms of the reply's vectors and of its changes to the buffers.
+        """
+        if not (isinstance(reply.steps, int) and 1 <= reply.steps <= 10**9):
+            raise refusal(client, "steps", f"{reply.steps!r} local steps")
+        if steps is not None and reply.steps != steps:
+            raise refusal(client, "steps", f"{reply.steps} local steps, not {steps}")
+        if not (isinstance(reply.loss, float) and abs(reply.loss) <= LARGEST_LOSS):
+            raise refusal(client, "not finite", f"its loss is {reply.loss!r}")
+        for part, tensors, expected in (("update", reply.up, vectors), ("buffers", reply.buffers, buffers)):
+            if set(tensors) != set(expected):
+                raise refusal(client, "fields", f"its {part} has {sorted(tensors)}, not {sorted(expected)}")
+            for name, value in tensors.items():
+                like = expected[name]
+                if value.shape != like.shape or value.dtype != like.dtype:
+                    raise refusal(
+                        client,
+                        "shape",
+                        f"{name} is {value.dtype} {tuple(value.shape)}, not {like.dtype} {tuple(like.shape)}",
+                    )
+                if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+                    raise refusal(client, "not finite", f"{name} has numbers that are not finite")
+        for name in self._variances & set(reply.buffers):
+            if bool((reply.buffers[name] < 0).any()):
+                raise refusal(client, "variance", f"{name} has variances below 0")
+        norms = {name: _norm(value) for name, value in reply.up.items()}
+        for name, length in norms.items():
+            if self.max_norm is not None and length > self.max_norm:
+                raise refusal(
+                    client, "norm", f"{name} has norm {length:.4g}, more than max_norm={self.max_norm:g}"
+                )
+        norms |= {name: self._distance(name, b, buffers[name]) for name, b in reply.buffers.items()}
+        for name, length in norms.items():
+            if not math.isfinite(length):
+                raise refusal(client, "not finite", f"the norm of {name} is not finite")
+        return norms | {STEPS: float(reply.steps)}
+
+    def out_of_proportion(self, norms: Mapping[int, Norms], state: ServerState) -> dict[int, RefusedError]:
+        """Return the clients whose norms are far larger than typical, each with the reason."""
+        if self.max_norm_ratio is None:
+            return {}
+        ratio = self.max_norm_ratio
+        steps = {i: client_norms[STEPS] for i, client_norms in norms.items()}
+        typical_steps = self._typical(STEPS, steps.values())
+        refused: dict[int, RefusedError] = {}
+        for name in sorted({name for client_norms in norms.values() for name in client_norms} - {STEPS}):
+            lengths = {i: client_norms[name] for i, client_norms in norms.items() if name in client_norms}
+            typical = self._typical(name, lengths.values())
+            if not typical:
+                continue  # there is nothing to compare with
+            for i, length in lengths.items():
+                # A client with more local steps than is typical may go further, in proportion.
+                further = min(max(steps[i] / typical_steps, 1.0), ratio) if typical_steps else 1.0
+                if length > max(ratio * further * typical, self._size_at_server(name, state)):
+                    why = (
+                        f"{name} has norm {length:.4g}, more than max_norm_ratio={ratio:g} times what is "
+                        f"typical ({typical:.4g})"
+                    )
+                    refused.setdefault(i, refusal(i, "norm", why))
+        return dict(sorted(refused.items()))
+
+    def scales_after(self, norms: Mapping[int, Norms]) -> dict[str, Scale]:
+        """Return the scales after a round in which these clients' norms were accepted."""
+        scales = dict(self.scales)
+        for name in {name for client_norms in norms.values() for name in client_norms}:
+            accepted = [norms[i][name] for i in sorted(norms) if name in norms[i]]
+            scales[name] = scales.get(name, Scale()).after(accepted)
+        return scales
+
+    def _typical(self, name: str, values: Iterable[float]) -> float:
+        return self.scales.get(name, Scale()).reference(values)
+
+    def _size_at_server(self, name: str, state: ServerState) -> float:
+        """Return the norm of the server's tensor that a vector or buffer is added to; 0 if there is none."""
+        if name in state.buffers:
+            return self._distance(name, state.buffers[name], torch.zeros_like(state.buffers[name]))
+        value = named_leaves(state.server).get(name.removeprefix("d")) if name.startswith("d") else None
+        return 0.0 if value is None else _norm(value)
+
+    def _distance(self, name: str, value: Tensor, other: Tensor) -> float:
+        """Return the distance of two buffers; of variances, the square roots are compared."""
+        pair = value.double(), other.double()
+        first, second = (t.clamp(min=0).sqrt() for t in pair) if name in self._variances else pair
+        return _norm(first - second)
+
+
+def refusal(client: int, kind: str, why: str) -> RefusedError:
+    """Return the error with which a client's reply is refused."""
+    return RefusedError(kind, f"the reply of client {client} is refused: {why}")
+
+
+def _norm(value: Tensor) -> float:
+    return float(torch.linalg.vector_norm(value.double()))

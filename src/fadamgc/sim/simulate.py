@@ -1,0 +1,231 @@
+"""The front door: ``simulate``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from fadamgc.algorithm import Algorithm, AnyAlgorithm
+from fadamgc.errors import InputError, listed, shown
+from fadamgc.federation.cost import CostModel
+from fadamgc.federation.run import Run
+from fadamgc.federation.settings import Settings
+from fadamgc.sim.engine import Engine, RoundEnd
+from fadamgc.sim.executors import ExecutorChoice
+from fadamgc.sim.progress import progress_bar
+from fadamgc.sim.resources import Resources
+from fadamgc.task import Task
+
+Callback = Callable[[RoundEnd], object]
+
+
+def simulate(
+    algorithm: AnyAlgorithm,
+    task: Task,
+    rounds: int | None = None,
+    sampled: int | None = None,
+    tracked: int | None = None,
+    local_steps: int | None = None,
+    batch_size: int | None = None,
+    seed: int = 0,
+    *,
+    local_epochs: int | None = None,
+    schedule: Sequence[tuple[Sequence[int], Sequence[int]]] | None = None,
+    weights: Literal["uniform", "size"] | Sequence[float] = "uniform",
+    eval_every: int = 1,
+    target: float | None = None,
+    on_nonfinite: Literal["error", "drop"] = "error",
+    cost: CostModel | None = None,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    executor: ExecutorChoice = "auto",
+    states: Literal["auto", "memory", "files"] = "auto",
+    progress: bool = True,
+    callbacks: Sequence[Callback] = (),
+    checkpoint: str | Path | None = None,
+    checkpoint_every: int = 1,
+    resume: bool = False,
+) -> Run:
+    """Run a federated algorithm on a task, on this machine. The task is left as it was.
+
+    Args:
+        algorithm: the algorithm, e.g. ``fadamgc.FAdamGC(eta_l=1e-3)``.
+        task: the task.
+        rounds: global rounds; None is the length of the schedule.
+        sampled: clients drawn in each round; None is all.
+        tracked: how many of those send tracking updates; None is all of them.
+        local_steps: local steps K of every client in a round (default 10 unless ``local_epochs``).
+        batch_size: samples in a mini-batch; None is a client's whole data in every step.
+        seed: seed of everything random; the same seed gives the same result, bit for bit.
+        local_epochs: passes over the client's data, instead of ``local_steps``; K then differs.
+        schedule: who takes part, ``[([sampled ids], [tracked ids]), ...]``, instead of a draw.
+        weights: "uniform", "size" (a client counts as its share of the data), or one number per client.
+            A weighted run minimises the weighted mean of the clients' losses, and y is the weighted
+            mean of the y_i.
+        eval_every: rounds between two evaluations; the last round is always evaluated.
+        target: stop as soon as the metric reaches this value.
+        on_nonfinite: "error", or "drop" to skip a client whose update is not finite; its state does not
+            change and the record names it. In both cases a NonFiniteError ends the run if the server's
+            state is not finite; with "drop" also if more than half of all clients were dropped and none
+            was left.
+        cost: how rounds are priced; a finished run can be priced again.
+        dtype: type of model and data; None is the model's. With a 16-bit type, gradients are computed in that
+            type, and x, the clients' states and all that is sent and added are float32.
+        device: where to compute; None is the model's.
+        executor: "loop" (one client at a time: the reference), "threads" (one thread per client),
+            "vectorized" (a block of clients at once, compiled in long runs), "auto" (the fastest of them
+            by a rule and, in long runs, by timing; ``run.settings["executor"]`` says which), or a function
+            of a ``Workload`` that returns an executor.
+        states: where the clients' states are stored between rounds: "memory", "files" (in the checkpoint's
+            folder, or in a temporary file), or "auto" (files if they would take over half of the memory).
+        progress: show a progress bar, if there is a terminal.
+        callbacks: functions of a RoundEnd, called after each round; one that returns True ends the run.
+        checkpoint: a folder for the state of the run; it is locked until the run ends, and a second run
+            gets a CheckpointInUseError.
+        checkpoint_every: rounds between two checkpoints; the last round always has one.
+        resume: resume from the checkpoint if there is one; start from round 1 if there is none.
+
+    Returns:
+        The run: ``run.x``, ``run.history``, ``run.rounds_to(0.9)`` and so on.
+
+    Example:
+        >>> import fadamgc, torch
+        >>> data = [(torch.randn(8, 3), torch.randint(2, (8,))) for _ in range(4)]
+        >>> task = fadamgc.Task(torch.nn.Linear(3, 2), torch.nn.functional.cross_entropy, data)
+        >>> run = fadamgc.simulate(fadamgc.FAdamGC(), task, rounds=3, sampled=2, local_steps=5)
+        >>> len(run.history)
+        3
+    """
+    settings = Settings.of(
+        rounds=rounds,
+        sampled=sampled,
+        tracked=tracked,
+        local_steps=local_steps,
+        batch_size=batch_size,
+        seed=seed,
+        local_epochs=local_epochs,
+        schedule=schedule,
+        weights=weights,
+        eval_every=eval_every,
+        target=target,
+        on_nonfinite=on_nonfinite,
+        checkpoint_every=checkpoint_every,
+        dtype=dtype,
+    )
+    options = Options(cost, device, executor, states, callbacks, checkpoint, resume)
+    _check_flag("progress", progress)
+    with torch.inference_mode(False), ExitStack() as stack:
+        run = start(algorithm, task, settings, options, Resources())
+        stack.callback(run.engine.close)
+        engine, label = run.engine, f"{algorithm.title} on {task.name}"
+        with progress_bar(progress, label, settings.rounds, engine.t) as advance:
+            while not engine.over():
+                jobs = engine.begin()
+                end = engine.end(jobs, engine.executor.run(jobs))
+                advance(end.record)
+                if run.stops_after(end):
+                    break
+        engine.write()
+        return engine.result()
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a run is executed, priced, watched and stored; see ``simulate`` for the meaning of each."""
+
+    cost: CostModel | None = None
+    device: str | torch.device | None = None
+    executor: ExecutorChoice = "auto"
+    states: Literal["auto", "memory", "files"] = "auto"
+    callbacks: Sequence[Callback] | Callback = ()
+    checkpoint: str | Path | None = None
+    resume: bool = False
+
+    def check(self) -> None:
+        """Refuse values of the wrong kind."""
+        if self.cost is not None and not isinstance(self.cost, CostModel):
+            raise InputError(f"cost={shown(self.cost)} is not a cost model; give a fadamgc.CostModel")
+        if not all(map(callable, self.callback_list())):
+            raise InputError(f"callbacks={shown(self.callbacks)} are not functions of a RoundEnd")
+        _check_flag("resume", self.resume)
+        if self.resume and self.checkpoint is None:
+            raise InputError("resume=True without checkpoint; name the folder to resume from")
+        if self.checkpoint is not None and not isinstance(self.checkpoint, (str, os.PathLike)):
+            raise InputError(
+                f"checkpoint={shown(self.checkpoint)} is not accepted; it must be the path of a folder"
+            )
+
+    def callback_list(self) -> list[Any]:
+        """Return the callbacks; a single function counts as a list of one."""
+        callbacks = listed(self.callbacks)
+        return [self.callbacks] if callbacks is None else callbacks
+
+
+@dataclass(frozen=True)
+class StartedRun:
+    """A run before its next round."""
+
+    engine: Engine
+    callbacks: Sequence[Callback]
+
+    def stops_after(self, end: RoundEnd) -> bool:
+        """Call all callbacks, and return whether one of them ends the run."""
+        answers = [callback(end) for callback in self.callbacks]
+        return any(isinstance(answer, (bool, np.bool_)) and bool(answer) for answer in answers)
+
+
+def start(
+    algorithm: AnyAlgorithm, task: Task, settings: Settings, options: Options, resources: Resources
+) -> StartedRun:
+    """Check everything, and return the run before its first round or where its checkpoint is."""
+    if not isinstance(algorithm, Algorithm):
+        raise InputError(
+            f"algorithm={shown(algorithm)} is not an algorithm; give one such as fadamgc.FAdamGC()"
+        )
+    if not isinstance(task, Task):
+        raise InputError(f"task={type(task).__name__} is not a task; give a fadamgc.Task")
+    options.check()
+    if settings.target is not None and task.test is None:
+        raise InputError(f"target={shown(settings.target)} without test data; give the task a test set")
+    settings.check(task.n, [len(x) for x, _ in task.pairs], algorithm)
+    cost = options.cost or CostModel()
+    cost.check(task.n)
+    engine = Engine(
+        algorithm,
+        task,
+        settings,
+        cost,
+        options.device,
+        options.executor,
+        None if options.checkpoint is None else Path(options.checkpoint),
+        bool(options.resume),
+        options.states,
+        resources,
+    )
+    return StartedRun(engine, options.callback_list())
+
+
+SETTINGS = tuple(field.name for field in fields(Settings))
+OPTIONS = tuple(field.name for field in fields(Options))
+ARGUMENTS = ("algorithm", "task", *SETTINGS, *OPTIONS)
+"""The arguments of ``simulate`` that belong to a run (all except ``progress``)."""
+
+
+def start_from(arguments: Mapping[str, Any], resources: Resources) -> StartedRun:
+    """Start the run that ``simulate(**arguments)`` would run."""
+    settings = Settings.of(**{name: value for name, value in arguments.items() if name in SETTINGS})
+    options = Options(**{name: value for name, value in arguments.items() if name in OPTIONS})
+    return start(arguments["algorithm"], arguments["task"], settings, options, resources)
+
+
+def _check_flag(name: str, value: object) -> None:
+    if not isinstance(value, (bool, int, np.bool_, NoneType)):
+        raise InputError(f"{name}={shown(value)} is not accepted; it must be True or False")

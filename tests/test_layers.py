@@ -1,0 +1,147 @@
+"""Imports point downwards between folders: every edge that is allowed is stated here."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import fadamgc
+
+ROOT = Path(fadamgc.__file__).parent
+
+# What every room may import: values, messages, files, threads and trees; they import only each other.
+FOUNDATION = {"errors", "escape", "files", "bundle", "cache", "runtime", "tree", "fields", "toml", "section"}
+
+# Room by room, from the ground to the roof: the other rooms that its modules may import.
+ALLOWED = {
+    "algorithm": set(),  # with the mathematics that methods share, rules.py
+    "methods": {"algorithm"},
+    "optim": {"algorithm"},
+    "task": set(),  # with flat.py
+    "data": set(),
+    "models": set(),
+    "tasks": {"data", "models", "task"},
+    "federation": {"algorithm", "methods", "task"},
+    "sim.executors": {"algorithm", "federation"},
+    "sim": {"algorithm", "federation", "sim.executors", "task"},
+    "fadamgc": {"algorithm", "federation", "methods", "optim", "sim", "task"},  # the public names
+    "trackers": {"sim"},
+    "flower": {"algorithm", "federation", "methods", "sim.executors", "task", "tasks"},
+    "experiments.spec": {"algorithm", "federation", "methods", "tasks"},
+    "experiments.folder": {"algorithm", "experiments.spec", "federation", "methods", "tasks"},
+    "experiments.report": {"experiments.folder", "experiments.spec", "federation", "tasks"},
+    "experiments.run": {
+        *("experiments.folder", "experiments.report", "experiments.spec"),
+        *("federation", "models", "sim", "sim.executors", "task", "tasks", "trackers"),
+    },
+    "experiments": {  # tune.py and predict.py
+        *("experiments.folder", "experiments.report", "experiments.run", "experiments.spec"),
+        *("data", "federation", "models", "tasks"),
+    },
+    "paper": {
+        *("experiments.folder", "experiments.report", "experiments.spec"),
+        *("federation", "methods", "tasks"),
+    },
+    "cli": {
+        *("data", "experiments", "experiments.folder", "experiments.report", "experiments.run"),
+        *("experiments.spec", "federation", "flower", "methods", "paper", "tasks", "trackers"),
+    },
+    "__main__": {"cli"},
+}
+ROOM_OF = {"rules": "algorithm", "flat": "task", "experiments.planned_run": "experiments.folder"}
+
+
+def room_of(module: str) -> str:
+    """The room of ``fadamgc.some.module``: a file or folder of the package, or a folder in a folder."""
+    _, *names = module.split(".")
+    if not names:
+        return "fadamgc"
+    if len(names) > 1:
+        inner = ".".join(names[:2])
+        if inner in ALLOWED or inner in ROOM_OF:
+            return ROOM_OF.get(inner, inner)
+    return ROOM_OF.get(names[0], names[0])
+
+
+def imported(node: ast.AST) -> list[str]:
+    """The modules of this package that a statement imports."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names if alias.name.split(".")[0] == "fadamgc"]
+    if not isinstance(node, ast.ImportFrom) or (node.module or "").split(".")[0] != "fadamgc":
+        return []
+    found = []
+    for alias in node.names:
+        path = ROOT.joinpath(*node.module.split(".")[1:], alias.name)
+        is_module = path.is_dir() or path.with_suffix(".py").is_file()
+        found.append(f"{node.module}.{alias.name}" if is_module else node.module)
+    return found
+
+
+def edges() -> dict[tuple[str, str], str]:
+    """All edges between rooms, imports inside functions included, each with a module that has it."""
+    found = {}
+    for file in sorted(ROOT.rglob("*.py")):
+        module = ".".join(("fadamgc", *file.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
+        for node in ast.walk(ast.parse(file.read_text())):
+            for name in imported(node):
+                found[room_of(module), room_of(name)] = module
+    return {edge: module for edge, module in found.items() if edge[0] != edge[1]}
+
+
+def test_only_allowed_edges_between_rooms():
+    wrong = []
+    for (room, other), module in edges().items():
+        allowed = FOUNDATION if room in FOUNDATION else FOUNDATION | ALLOWED[room]
+        if other not in allowed:
+            wrong.append(f"{module} ({room}) imports {other}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_edge_is_allowed_that_is_not_used():
+    used = {edge for edge in edges() if edge[1] not in FOUNDATION}
+    unused = {(room, other) for room, others in ALLOWED.items() for other in others} - used
+    assert not unused
+
+
+def test_rooms_form_no_circle():
+    found = edges()
+    graph: dict[str, set[str]] = {}
+    for room, other in found:
+        graph.setdefault(room, set()).add(other)
+    list(TopologicalSorter(graph).static_order())
+
+
+NOT_LOADED = {
+    "fadamgc": ("fadamgc.sim", "fadamgc.data", "fadamgc.models", "fadamgc.experiments", "matplotlib"),
+    "fadamgc.flower.serverapp": ("fadamgc.sim", "fadamgc.experiments", "matplotlib"),
+    "fadamgc.experiments.spec.toml_io": ("fadamgc.sim", "fadamgc.experiments.run", "matplotlib", "plotly"),
+    "fadamgc.experiments.report.numbers": (
+        *("fadamgc.sim", "fadamgc.experiments.run", "fadamgc.paper", "fadamgc.models"),
+        *("concurrent.futures.process", "matplotlib", "plotly"),
+    ),
+    "fadamgc.paper.study": ("matplotlib", "fadamgc.sim", "fadamgc.experiments.run"),
+    "fadamgc.cli.main": ("fadamgc.sim", "fadamgc.experiments.run", "matplotlib", "plotly", "flwr"),
+}
+
+
+@pytest.mark.parametrize(("module", "others"), NOT_LOADED.items(), ids=NOT_LOADED)
+def test_a_module_does_not_load_what_it_does_not_need(module, others):
+    if "flower" in module:
+        pytest.importorskip("flwr")
+    code = (
+        f"import sys, {module}\n"
+        f"names = {others!r}\n"
+        "loaded = [m for m in sys.modules if any(m == n or m.startswith(n + '.') for n in names)]\n"
+        "assert not loaded, loaded"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("name", ["data", "models", "tasks", "trackers", "simulate", "load_run"])
+def test_public_parts_are_there_after_a_plain_import(name):
+    subprocess.run([sys.executable, "-c", f"import fadamgc; fadamgc.{name}"], check=True)
