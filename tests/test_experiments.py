@@ -14,11 +14,12 @@ import statistics
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
 
-from fadamgc import CostModel, InputError, files, simulate
+from fadamgc import CostModel, FedAvg, InputError, files, simulate
 from fadamgc.data import digits
 from fadamgc.errors import FadamgcError
 from fadamgc.experiments.folder import FILES, ExperimentFolder
@@ -489,6 +490,37 @@ def test_a_disk_without_room_is_named_before_any_work(tmp_path, monkeypatch):
     ):
         run_spec(spec_of(TINY), tmp_path / "out", workers=1)
     assert not (tmp_path / "out").exists()
+
+
+class Pair(NamedTuple):
+    first: torch.Tensor
+    rest: tuple
+
+
+class Rest(NamedTuple):
+    second: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Nested(FedAvg):
+    """FedAvg with a client state in which there is another one."""
+
+    def init_client(self, x, g=None):
+        return Pair(torch.zeros_like(x), Rest(torch.zeros_like(x)))
+
+    def finish(self, down, client, local, x, K, tracked):
+        return client, super().finish(down, client, local, x, K, tracked)[1]
+
+
+def test_states_in_states_are_counted_and_saved(tmp_path):
+    planned = ExperimentFolder(tmp_path).plan(spec_of(TINY))[0]
+    planned = dataclasses.replace(planned, algorithm=Nested(eta_l=0.01))
+    task = build_task(planned.task, planned.seed)
+    d = sum(p.numel() for p in task.model.parameters())
+    space = execution.dry_run(planned, task)
+    assert space.checkpoint == 2 * 4 * d * (1 + 6 * 2)  # the server's x, and two vectors of six clients
+    (end,) = execution.execute([planned], lambda i: False)
+    assert end.rounds == 3
 
 
 def test_a_disk_that_fills_up_loses_no_finished_run(tmp_path, monkeypatch):

@@ -435,7 +435,8 @@ def test_data_check_knows_the_digits_that_data_list_shows(folders):
     shown = fadamgc("data", "check", "digits")
     assert shown.exit_code == 0, shown.output
     assert (
-        "digits train: 1,437 rows (complete), 10 of 10 classes, 139 to 146 per class, mean 0.3" in shown.output
+        "digits train: 1,437 rows (complete), 10 of 10 classes, 139 to 146 per class, mean 0.3"
+        in shown.output
     )
     assert "digits test: 360 rows (complete)" in shown.output
     for command in ("path", "get"):
