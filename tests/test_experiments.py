@@ -14,11 +14,12 @@ import statistics
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
 
-from fadamgc import CostModel, InputError, files
+from fadamgc import CostModel, FedAvg, InputError, files, simulate
 from fadamgc.data import digits
 from fadamgc.errors import FadamgcError
 from fadamgc.experiments.folder import FILES, ExperimentFolder
@@ -419,7 +420,11 @@ def test_resume_may_add_and_may_not_take_away(tmp_path):
         (spec.replace("run", seeds=(1,)), r"\[run\] seeds=\[0, 1\] there, \[1\] here"),
         (spec.replace("run", rounds=2), r"\[run\] rounds=1 there, 2 here"),
         (spec.replace("task", alpha=2.0), r"\[task\] alpha=1.0 there, 2.0 here"),
-        (spec.only(["fadamgc"]), r"\[\[method\]\]='LocalAdam' there, None here"),
+        (spec.only(["fadamgc"]), "LocalAdam: algorithm='local_adam' there, None here"),
+        (
+            parse_spec(spec.to_toml().replace('algorithm = "local_adam"', 'algorithm = "fedavg"'), "x"),
+            "LocalAdam: algorithm='local_adam' there, 'fedavg' here",
+        ),
         (
             parse_spec(spec.to_toml().replace("eta_l = 1e-05", "eta_l = 1e-06"), "x"),
             "LocalAdam: eta_l=1e-05 there",
@@ -485,6 +490,37 @@ def test_a_disk_without_room_is_named_before_any_work(tmp_path, monkeypatch):
     ):
         run_spec(spec_of(TINY), tmp_path / "out", workers=1)
     assert not (tmp_path / "out").exists()
+
+
+class Pair(NamedTuple):
+    first: torch.Tensor
+    rest: tuple
+
+
+class Rest(NamedTuple):
+    second: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Nested(FedAvg):
+    """FedAvg with a client state in which there is another one."""
+
+    def init_client(self, x, g=None):
+        return Pair(torch.zeros_like(x), Rest(torch.zeros_like(x)))
+
+    def finish(self, down, client, local, x, K, tracked):
+        return client, super().finish(down, client, local, x, K, tracked)[1]
+
+
+def test_states_in_states_are_counted_and_saved(tmp_path):
+    planned = ExperimentFolder(tmp_path).plan(spec_of(TINY))[0]
+    planned = dataclasses.replace(planned, algorithm=Nested(eta_l=0.01))
+    task = build_task(planned.task, planned.seed)
+    d = sum(p.numel() for p in task.model.parameters())
+    space = execution.dry_run(planned, task)
+    assert space.checkpoint == 2 * 4 * d * (1 + 6 * 2)  # the server's x, and two vectors of six clients
+    (end,) = execution.execute([planned], lambda i: False)
+    assert end.rounds == 3
 
 
 def test_a_disk_that_fills_up_loses_no_finished_run(tmp_path, monkeypatch):
@@ -759,7 +795,7 @@ def test_every_method_has_the_same_grid(tmp_path):
 def test_a_stopped_run_goes_on_where_it_was(tmp_path):
     spec = spec_of(TINY.replace("rounds = 3", "rounds = 60", 1))
     job = ExperimentFolder(tmp_path).plan(spec)[-1]
-    whole = execution.simulate_alone(job)
+    whole = simulate(**execution.arguments(job, build_task(job.task, job.seed)), progress=False)
 
     def stop_after(rounds: int):
         done = 0

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -119,42 +115,3 @@ def test_a_run_is_written_in_the_format_that_the_version_before_reads(tmp_path):
     job = json.loads((tmp_path / "runs" / "fadamgc-seed1" / "run.json").read_text())["settings"]["job"]
     assert job.keys() == {"task", "run", "method", "seed", "validation"}
     assert job["method"] == {"algorithm": "fadamgc", "hyperparameters": {"eta_l": 0.02}}
-
-
-# What the modules of a folder must not import, at their top or inside a function.
-NOT_IMPORTED = {
-    "tasks": ("experiments", "flower", "sim", "paper", "cli"),
-    "experiments/spec": ("sim", "data", "models", "tasks.build", "experiments.run", "experiments.report"),
-    "experiments/folder.py": ("sim", "data", "models", "experiments.run", "experiments.report"),
-    "experiments/planned_run.py": ("sim", "data", "models", "experiments.run", "experiments.report"),
-    "experiments/report": ("sim", "experiments.run", "experiments.tune", "flower", "cli"),
-    "experiments/run": ("experiments.tune", "flower", "cli", "paper"),
-    "section.py": ("tasks", "experiments"),
-}
-
-
-@pytest.mark.parametrize(("place", "others"), NOT_IMPORTED.items())
-def test_imports_point_downwards(place, others):
-    root = Path(fadamgc.__file__).parent
-    path = root / place
-    for file in path.rglob("*.py") if path.is_dir() else [path]:
-        names = set()
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.ImportFrom) and node.module:
-                names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-            elif isinstance(node, ast.Import):
-                names |= {alias.name for alias in node.names}
-        for other in others:
-            wrong = [n for n in names if n == f"fadamgc.{other}" or n.startswith(f"fadamgc.{other}.")]
-            assert not wrong, f"{file.relative_to(root)} imports {wrong}"
-
-
-def test_reading_an_experiment_loads_no_runner_and_no_plots():
-    code = (
-        "import sys, fadamgc.experiments.folder\n"
-        "others = ('experiments.run', 'experiments.report', 'paper', 'flower', 'models', 'data')\n"
-        "others = ('matplotlib', 'plotly', *('fadamgc.' + name for name in others))\n"
-        "loaded = [name for name in sys.modules if name.startswith(others)]\n"
-        "assert not loaded, loaded"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)

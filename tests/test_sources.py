@@ -422,7 +422,7 @@ def test_data_check_counts_what_is_there(folders):
     )
     shown = fadamgc("data", "check")
     assert shown.exit_code == 0, shown.output
-    assert "cifar10 train: 60 rows (of 50,000), 10 of 10 classes, 6 to 6 a class, mean 0." in shown.output
+    assert "cifar10 train: 60 rows (of 50,000), 10 of 10 classes, 6 to 6 per class, mean 0." in shown.output
     assert "uci_har test: 90 rows" in shown.output
     assert "glue/sst2 train: 1 rows (of 67,349), 1 of 2 classes" in shown.output
     pixels = np.array(images.load("cifar10", "train").x) / 255
@@ -435,7 +435,8 @@ def test_data_check_knows_the_digits_that_data_list_shows(folders):
     shown = fadamgc("data", "check", "digits")
     assert shown.exit_code == 0, shown.output
     assert (
-        "digits train: 1,437 rows (complete), 10 of 10 classes, 139 to 146 a class, mean 0.3" in shown.output
+        "digits train: 1,437 rows (complete), 10 of 10 classes, 139 to 146 per class, mean 0.3"
+        in shown.output
     )
     assert "digits test: 360 rows (complete)" in shown.output
     for command in ("path", "get"):
@@ -480,7 +481,7 @@ def test_data_check_names_everything_that_is_wrong(folders):
     shown = fadamgc("data", "check", "cifar100")
     assert shown.exit_code == 2
     assert "there is no train part" in shown.output.replace("\n", " ")
-    assert "no folder" in fadamgc("data", "check", "--data-root", folders / "nowhere").output
+    assert "is not a folder" in fadamgc("data", "check", "--data-root", folders / "nowhere").output
 
 
 # The hub

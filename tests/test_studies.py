@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 import sets
+from fadamgc import simulate
 from fadamgc.cli.main import app
 from fadamgc.errors import InputError
 from fadamgc.experiments.folder import ExperimentFolder
@@ -269,8 +270,9 @@ def test_the_paper_scale_starts_stops_and_goes_on(data, tmp_path):
         update={"methods": tuple(m.model_copy(update={"tracked": 1}) for m in spec.methods)}
     )
     (job,) = ExperimentFolder(tmp_path / "out").plan(spec)
-    assert sum(p.numel() for p in build_task(job.task, job.seed).model.parameters()) == 11_173_962
-    whole = execution.simulate_alone(job)
+    task = build_task(job.task, job.seed)
+    assert sum(p.numel() for p in task.model.parameters()) == 11_173_962
+    whole = simulate(**execution.arguments(job, task), progress=False)
     (tmp_path / "out").mkdir()
     open_folder(ExperimentFolder(tmp_path / "out"), spec, resume=False, overwrite=False)
     stop_after(job, rounds=1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,16 +21,6 @@ if TYPE_CHECKING:
 # A command imports the rest when it runs, so that --help is quick.
 
 app = typer.Typer(rich_markup_mode="markdown")
-
-
-@dataclass(frozen=True)
-class RunOptions:
-    """Options that do not change the numbers of an experiment."""
-
-    workers: int | None
-    quiet: bool
-    resume: bool
-    overwrite: bool
 
 
 SpecFile = Annotated[Path, typer.Argument(help="The experiment, a TOML file.", show_default=False)]
@@ -105,7 +94,7 @@ def compare(
     use_data(data_root)
     _use_trackers(track)
     spec = _adjusted(preset_named(preset), seed, seeds, rounds, methods)
-    _run_and_report(spec, out, tune, RunOptions(workers, quiet, resume, overwrite))
+    _run_and_report(spec, out, tune, workers, quiet, resume, overwrite)
 
 
 @app.command()
@@ -139,7 +128,7 @@ def run(
     use_data(data_root)
     _use_trackers(track)
     experiment = _adjusted(load_spec(spec), seed, seeds, rounds, methods)
-    _run_and_report(experiment, _folder(out, experiment), tune, RunOptions(workers, quiet, resume, overwrite))
+    _run_and_report(experiment, _folder(out, experiment), tune, workers, quiet, resume, overwrite)
 
 
 @app.command()
@@ -187,7 +176,6 @@ def reproduce(
     _use_trackers(track)
     study = load_study(name, scale)
     folder = out or Path("out") / f"{name}-{scale}"
-    options = RunOptions(workers, quiet, resume, overwrite)
     single, began = len(study.members) == 1, time.perf_counter()
     if not single:
         write_study(study, folder)
@@ -202,7 +190,8 @@ def reproduce(
             spec = spec.with_steps_of(tuned)
         has_steps = all("eta_l" in method.hyperparameters for method in spec.methods)
         search = (not has_steps if tune is None else tune) and spec.tune is not None and tuned is None
-        results = _run_and_report(spec, folder if single else folder / spec.name, search, options)
+        target = folder if single else folder / spec.name
+        results = _run_and_report(spec, target, search, workers, quiet, resume, overwrite)
         if study.tune_on == member.name:
             tuned = results.spec
     if not single:
@@ -268,7 +257,9 @@ def _adjusted(
     return spec if methods is None else spec.only(name.strip() for name in methods.split(","))
 
 
-def _run_and_report(spec: Spec, out: Path, tune: bool, options: RunOptions) -> Results:
+def _run_and_report(
+    spec: Spec, out: Path, tune: bool, workers: int | None, quiet: bool, resume: bool, overwrite: bool
+) -> Results:
     """Run an experiment, with ``tune`` after choosing its step sizes, and print its table."""
     from fadamgc.experiments.folder import ExperimentFolder
     from fadamgc.experiments.report.write import write_report
@@ -277,11 +268,10 @@ def _run_and_report(spec: Spec, out: Path, tune: bool, options: RunOptions) -> R
 
     began = time.perf_counter()
     folder = ExperimentFolder(out)
-    runner = Runner(options.workers, options.quiet)
+    runner = Runner(workers, quiet)
     runner.check(folder.plan(spec))  # before the folder is made
     if tune:
         runner.check(tuning_plan(spec, out))
-    resume, overwrite = options.resume, options.overwrite
     with folder.lock():
         if tune:
             spec = _tuned(spec, folder, runner, resume, overwrite)

@@ -220,35 +220,32 @@ class ExperimentFolder:
         if not self.has_spec:
             return
         old = load_spec(self.path / SPEC)
-        ends_at_target = spec.run.stop_at_target or old.run.stop_at_target
-        free = {"seeds"} if ends_at_target else {"seeds", "target"}
-        sections = (
-            ("[task]", old.task.model_dump(), spec.task.model_dump()),
-            ("[run]", old.run.model_dump(exclude=free), spec.run.model_dump(exclude=free)),
-        )
-        for place, before, now in sections:
-            for key in {**before, **now}:
-                self._check_equal(f"{place} {key}", before.get(key), now.get(key))
+        free = {"seeds"} if spec.run.stop_at_target or old.run.stop_at_target else {"seeds", "target"}
+        labels = [method.label for method in old.methods]
+        before, now = (_settings(of, free, labels, tuned) for of in (old, spec))
         if not set(old.run.seeds) <= set(spec.run.seeds):
-            self._check_equal("[run] seeds", list(old.run.seeds), list(spec.run.seeds))
-        new = {method.label: method for method in spec.methods}
-        for method in old.methods:
-            if method.label not in new:
-                self._check_equal("[[method]]", method.label, None)
-                continue
-            other = new[method.label]
-            self._check_equal(f"{method.label}: tracked", old.tracked(method), spec.tracked(other))
-            before, now = method.hyperparameters, other.hyperparameters
-            for key in {**before, **now}:
-                if not (tuned and key in STEPS):
-                    self._check_equal(f"{method.label}: {key}", before.get(key), now.get(key))
+            before["[run] seeds"], now["[run] seeds"] = list(old.run.seeds), list(spec.run.seeds)
+        for key in {**before, **now}:
+            if before.get(key) != now.get(key):
+                raise InputError(
+                    f"out={str(self.path)!r} has an experiment with other settings: {key}="
+                    f"{before.get(key)!r} there, {now.get(key)!r} here; --overwrite replaces it, --out names "
+                    "another folder"
+                )
 
-    def _check_equal(self, setting: str, before: object, now: object) -> None:
-        if before != now:
-            raise InputError(
-                f"out={str(self.path)!r} has an experiment with other settings: {setting}={before!r} "
-                f"there, {now!r} here; --overwrite replaces it, --out names another folder"
-            )
+
+def _settings(spec: Spec, free: set[str], labels: list[str], tuned: bool) -> dict[str, Any]:
+    """List the settings that determine the runs of some methods, without those that may change."""
+    values = {f"[task] {key}": value for key, value in spec.task.model_dump().items()}
+    values |= {f"[run] {key}": value for key, value in spec.run.model_dump(exclude=free).items()}
+    for method in spec.methods:
+        if method.label in labels:
+            values[f"{method.label}: algorithm"] = method.algorithm
+            values[f"{method.label}: tracked"] = spec.tracked(method)
+            for key, value in method.hyperparameters.items():
+                if not (tuned and key in STEPS):
+                    values[f"{method.label}: {key}"] = value
+    return values
 
 
 def _is_leftover(name: str) -> bool:

@@ -152,26 +152,16 @@ def encode_for_model(
     classes: int,
     seed: int,
     *,
-    base: str | Path = MINILM,
-    adapters: Any = None,
-    tokenizer: Any = None,
-    upper_layers: int | None = None,
-    dropout: float | None = None,
-    length: int = 128,
+    base: str | Path,
+    length: int,
+    upper_layers: int | None,
+    **options: Any,
 ) -> tuple[models.TextClassifier, list[Tensor]]:
-    """Load a model and encode sets of texts as its inputs; see ``text``.
+    """Load a model and encode sets of texts as its inputs; ``text`` explains the arguments.
 
     With ``upper_layers``, the inputs are the outputs of the lower layers, which the model no longer has.
     """
-    loaded = load_base(
-        base,
-        classes,
-        seed,
-        adapters=adapters,
-        tokenizer=tokenizer,
-        upper_layers=upper_layers,
-        dropout=dropout,
-    )
+    loaded = load_base(base, classes, seed, upper_layers=upper_layers, **options)
     model = models.TextClassifier(loaded.net, loaded.tokenizer.pad_token_id)
     inputs = [models.encode(loaded.tokenizer, texts.first, texts.second, length) for texts in sets]
     width = max(tokens.shape[2] for tokens in inputs)

@@ -9,7 +9,7 @@ import errno
 import logging
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import count
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from fadamgc.cache import code_folder
 from fadamgc.errors import (
@@ -40,6 +41,7 @@ from fadamgc.task import Task
 from fadamgc.tasks.build import build_task
 from fadamgc.tasks.sections import TextTask
 from fadamgc.trackers import trackers_of
+from fadamgc.tree import leaves
 
 log = logging.getLogger("fadamgc")
 
@@ -99,7 +101,7 @@ def _task_bytes(task: Task) -> int:
     return _bytes(tensors)
 
 
-def _bytes(tensors: Any) -> int:
+def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
@@ -124,15 +126,9 @@ def dry_run(planned: PlannedRun, task: Task) -> DiskSpace:
     dry = simulate(**arguments(planned, task) | {"rounds": 0, "executor": executor}, progress=False)
     sampled = run.sampled or dry.clients.n
     participants = min(dry.clients.n, run.rounds * sampled)
-    states = _bytes(dry.server) + participants * _bytes(dry.clients.initial)
+    states = _bytes(leaves(dry.server)) + participants * _bytes(leaves(dry.clients.initial))
     # A checkpoint that is replaced stays until the new one is complete.
     return DiskSpace(record=run.rounds * (300 + 60 * sampled), checkpoint=2 * states)
-
-
-def simulate_alone(planned: PlannedRun) -> Run:
-    """Make one run by itself, and save nothing."""
-    task = build_task(planned.task, planned.seed, planned.validation)
-    return planned.labelled(simulate(**arguments(planned, task), progress=False))
 
 
 def share_compiled_code() -> None:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
 
 from rich.console import Console
 from rich.markup import escape
@@ -22,16 +21,8 @@ from rich.progress import (
 
 from fadamgc.escape import printable
 from fadamgc.experiments.planned_run import PlannedRun
-from fadamgc.experiments.run.execution import RunEnd, Warn
-from fadamgc.experiments.run.workers import OnEnd, OnRound
-
-
-class Display(NamedTuple):
-    """Functions that show progress."""
-
-    on_round: OnRound
-    on_end: OnEnd
-    warn: Warn
+from fadamgc.experiments.run.execution import RunEnd
+from fadamgc.experiments.run.workers import Listener, OnEnd, OnRound
 
 
 def warn(message: str, console: Console | None = None) -> None:
@@ -56,17 +47,17 @@ def duration(seconds: float) -> str:
 
 
 @contextmanager
-def display(plan: Sequence[PlannedRun], quiet: bool, done: int) -> Iterator[Display]:
+def display(plan: Sequence[PlannedRun], quiet: bool, done: int) -> Iterator[Listener]:
     """Show the progress of runs, ``done`` more of which are done already."""
     console = Console(stderr=True)
     above_bars = partial(warn, console=console)
     if quiet or not plan:
-        yield Display(lambda _: None, lambda _, __: None, above_bars)
+        yield Listener(lambda _: None, lambda _, __: None, above_bars)
     elif console.is_terminal:
         with _bars(console, plan) as (on_round, on_end):
-            yield Display(on_round, on_end, above_bars)
+            yield Listener(on_round, on_end, above_bars)
     else:
-        yield Display(lambda _: None, _lines(console, plan, done), above_bars)
+        yield Listener(lambda _: None, _lines(console, plan, done), above_bars)
 
 
 def _lines(console: Console, plan: Sequence[PlannedRun], done: int) -> OnEnd:

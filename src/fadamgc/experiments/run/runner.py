@@ -95,16 +95,16 @@ class Runner:
             Interrupted: the user pressed Ctrl-C.
         """
         failures: list[Failure] = []
-        with display(plan, self.quiet, done) as show:
+        total = done + len(plan)
+        with display(plan, self.quiet, done) as shown:
 
             def on_end(i: int, end: RunEnd) -> None:
                 if end.error is not None:
                     failures.append(Failure(plan[i].name, end.error))
-                show.on_end(i, end)
+                shown.on_end(i, end)
 
-            total = done + len(plan)
             try:
-                run_all(plan, self.workers, show.on_round, on_end, show.warn, self._tasks)
+                run_all(plan, self.workers, self._tasks, shown._replace(on_end=on_end))
             except KeyboardInterrupt:
                 saved = total - sum(planned.saved() is None for planned in plan)
                 raise Interrupted(

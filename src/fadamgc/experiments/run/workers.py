@@ -7,7 +7,6 @@ number of processes.
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import threading
@@ -19,7 +18,7 @@ from functools import partial
 from itertools import groupby, pairwise
 from multiprocessing import connection, get_context, parent_process
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,12 +28,18 @@ from fadamgc.experiments.run.execution import RunEnd, TaskCache, Warn, execute, 
 from fadamgc.runtime import one_thread
 from fadamgc.tasks.sections import ImagesTask, TextTask
 
-log = logging.getLogger("fadamgc")
-
 TOGETHER = 16  # runs that advance together at the most
 
 OnRound = Callable[[int], None]  # run i has made a round
 OnEnd = Callable[[int, RunEnd], None]  # run i has ended
+
+
+class Listener(NamedTuple):
+    """Functions that are called while runs are executed."""
+
+    on_round: OnRound
+    on_end: OnEnd
+    warn: Warn
 
 
 def in_groups(plan: Sequence[PlannedRun], workers: int) -> list[list[int]]:
@@ -51,37 +56,19 @@ def in_groups(plan: Sequence[PlannedRun], workers: int) -> list[list[int]]:
     return groups
 
 
-def run_all(
-    plan: Sequence[PlannedRun],
-    workers: int,
-    on_round: OnRound,
-    on_end: OnEnd,
-    warn: Warn = log.warning,
-    tasks: TaskCache | None = None,
-) -> None:
+def run_all(plan: Sequence[PlannedRun], workers: int, tasks: TaskCache, listener: Listener) -> None:
     """Execute all runs. On an interrupt or an error the workers stop; runs that are saved by then stay."""
     count = min(workers, len(plan))
     groups = in_groups(plan, max(1, count))
     if count <= 1:
-        _run_here(plan, groups, on_round, on_end, warn, tasks)
+        with one_thread():
+            for group in groups:
+                on_round = partial(_tell, listener.on_round, group)
+                ends = execute([plan[i] for i in group], on_round, listener.warn, tasks)
+                for i, end in zip(group, ends, strict=True):
+                    listener.on_end(i, end)
     else:
-        _run_in_processes(plan, groups, count, on_round, on_end, warn)
-
-
-def _run_here(
-    plan: Sequence[PlannedRun],
-    groups: list[list[int]],
-    on_round: OnRound,
-    on_end: OnEnd,
-    warn: Warn,
-    tasks: TaskCache | None,
-) -> None:
-    tasks = tasks or TaskCache()
-    with one_thread():
-        for group in groups:
-            ends = execute([plan[i] for i in group], partial(_tell, on_round, group), warn, tasks)
-            for i, end in zip(group, ends, strict=True):
-                on_end(i, end)
+        _run_in_processes(plan, groups, count, listener)
 
 
 def _tell(on_round: OnRound, group: Sequence[int], i: int) -> bool:
@@ -90,12 +77,7 @@ def _tell(on_round: OnRound, group: Sequence[int], i: int) -> bool:
 
 
 def _run_in_processes(
-    plan: Sequence[PlannedRun],
-    groups: list[list[int]],
-    count: int,
-    on_round: OnRound,
-    on_end: OnEnd,
-    warn: Warn,
+    plan: Sequence[PlannedRun], groups: list[list[int]], count: int, listener: Listener
 ) -> None:
     share_compiled_code()
     context = get_context("spawn")
@@ -103,8 +85,8 @@ def _run_in_processes(
     stop, stopper = context.Pipe(duplex=False)
     messages, sender = context.Pipe(duplex=False)
     pool = ProcessPoolExecutor(count, context, _start_worker, (stop, sender, count))
-    listener = threading.Thread(target=_listen, args=(messages, on_round, warn), daemon=True)
-    listener.start()
+    thread = threading.Thread(target=_listen, args=(messages, listener.on_round, listener.warn), daemon=True)
+    thread.start()
     try:
         # A queue and not concurrent.futures.wait: that takes the locks of all futures, and an interrupt in
         # the middle of it would leave some of them locked, and the shutdown waiting for ever.
@@ -116,7 +98,7 @@ def _run_in_processes(
         for _ in groups:
             future = ended.get()
             for i, end in zip(group_of[future], future.result(), strict=True):
-                on_end(i, end)
+                listener.on_end(i, end)
     except BrokenProcessPool:
         raise FadamgcError(
             "a worker process died, perhaps for lack of memory; finished runs are saved: "
@@ -127,7 +109,7 @@ def _run_in_processes(
             stopper.send_bytes(b"stop")  # nobody reads it, so all workers see it
             pool.shutdown(cancel_futures=True)
             sender.send_bytes(END)
-            listener.join()
+            thread.join()
             for end_of_pipe in (stop, stopper, messages, sender):
                 end_of_pipe.close()
 
