@@ -21,7 +21,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from fadamgc import errors, files
+from fadamgc import bundle, errors
 from fadamgc.cli.main import app
 from fadamgc.errors import CheckpointError, InputError
 from fadamgc.experiments.folder import ExperimentFolder
@@ -418,7 +418,7 @@ def test_an_error_of_the_system_removes_no_checkpoint(tmp_path, monkeypatch, num
         error = OSError(number, "the system says no")
         raise CheckpointError("checkpoint.json cannot be read") from error
 
-    monkeypatch.setattr(execution, "prepare", fails)
+    monkeypatch.setattr(execution, "start_from", fails)
     with pytest.raises(CheckpointError, match="cannot be read"):
         execution.execute([job], lambda i: False)
     assert contents(job.folder) == before
@@ -431,7 +431,7 @@ def test_a_checkpoint_in_use_is_left_alone(tmp_path, monkeypatch):
     def fails(*_, **__):
         raise errors.CheckpointInUseError("used by another process")
 
-    monkeypatch.setattr(execution, "prepare", fails)
+    monkeypatch.setattr(execution, "start_from", fails)
     with pytest.raises(errors.CheckpointInUseError):
         execution.execute([job], lambda i: False)
     assert contents(job.folder) == before
@@ -682,13 +682,13 @@ def program(copy, algorithm="fedprox", **hyperparameters):
     spec = parse_spec((copy / "spec.toml").read_text(), "")
     (job,) = ExperimentFolder(copy).plan(spec)
     (copy / "runs" / "fedavg-seed0").rename(job.folder)
-    run = files.read_bundle(job.folder, "run")[0]
+    run = bundle.read_bundle(job.folder, "run")[0]
     identity = job.identity()
     identity["method"]["hyperparameters"] |= hyperparameters
     run["settings"] |= {"algorithm": algorithm, "hyperparameters": {"mu": 0.1}, "job": identity}
     body = {key: value for key, value in run.items() if key not in ("sha256", "format", "tensors")}
     body.pop("tensors_sha256")
-    files.write_bundle(job.folder, "run", body, {})
+    bundle.write_bundle(job.folder, "run", body, {})
     return copy
 
 
