@@ -7,7 +7,6 @@ a piece as well: such code is the same for all large models.
 
 from __future__ import annotations
 
-import mmap
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -29,11 +28,10 @@ class Rules:
     Args:
         algorithm: whose rules.
         compile: whether a step becomes machine code, if that can be had.
-        vectors: where memory comes from.
     """
 
-    def __init__(self, algorithm: AnyAlgorithm, compile: bool, vectors: Vectors) -> None:
-        self.algorithm, self.compile, self.vectors = algorithm, compile, vectors
+    def __init__(self, algorithm: AnyAlgorithm, compile: bool) -> None:
+        self.algorithm, self.compile = algorithm, compile
         self.names = liftable(algorithm) if compile else ()
         self.hyper = [torch.tensor(float(getattr(algorithm, n)), dtype=torch.float64) for n in self.names]
         self._code: Code | None = None  # of a step
@@ -43,8 +41,8 @@ class Rules:
         self.lock = threading.Lock()
         self._by_pieces: dict[Any, bool] = {}
 
-    def begin(self, down: Any, client: Any, g_x: Tensor | None, x: Tensor) -> Any:
-        """What the client's steps start from, in memory that nothing else uses."""
+    def begin(self, down: Any, client: Any, g_x: Tensor | None, x: Tensor, workspace: Workspace) -> Any:
+        """Return what the client's steps start from, in memory that nothing else uses until ``finish``."""
         made: Any = None
 
         def begin(*tensors: Tensor) -> list[Tensor]:
@@ -58,7 +56,7 @@ class Rules:
             return list(made)
 
         tensors = [*down, *client, *(() if g_x is None else (g_x,))]
-        new = self._map("begin", begin, tensors, x, shared=())
+        new = self._map("begin", begin, tensors, x, (), workspace.vector)
         return type(made)(*new)
 
     def step(self, down: Any, client: Any, x: Tensor, local: Any, g: Tensor) -> None:
@@ -88,8 +86,10 @@ class Rules:
                 if any(t is changed for changed in (x, *local)):  # the others may be for reading only
                     t[whole:] = row[0, : len(x) - whole]
 
-    def finish(self, down: Any, client: Any, local: Any, x: Tensor, K: int, tracked: bool) -> tuple[Any, Any]:
-        """What the client keeps and what it sends; ``x`` may be used again."""
+    def finish(
+        self, down: Any, client: Any, local: Any, x: Tensor, K: int, tracked: bool, workspace: Workspace
+    ) -> tuple[Any, Any]:
+        """Return what the client keeps and what it sends; ``x`` and the workspace may be used again."""
         shape = Shape(0, down, client, local)
         made: Any = None
 
@@ -100,7 +100,9 @@ class Rules:
             return [*made[0], *made[1]]
 
         tensors = [*down, *client, x, *local, x]
-        new = self._map(("finish", tracked), finish, tensors, x, shared=(*down, *client, *local))
+        shared = (*down, *client, *local)
+        new = self._map(("finish", tracked), finish, tensors, x, shared, torch.empty_like)
+        workspace.take_back(except_for=new)
         state, up = made
         return type(state)(*new[: len(state)]), type(up)(*new[len(state) :])
 
@@ -111,8 +113,12 @@ class Rules:
         tensors: list[Tensor],
         x: Tensor,
         shared: Sequence[Tensor],
+        vector: Callable[..., Tensor],
     ) -> list[Tensor]:
-        """The function's tensors, in memory of their own but for those that are a ``shared`` one as it is."""
+        """Return the function's results: a ``shared`` tensor where a result is that tensor, else new memory.
+
+        ``vector(x, dtype=...)`` provides the memory of a long vector.
+        """
         with self.lock:
             if kind not in self._by_pieces:
                 few = [t[:8] if t.shape == x.shape else t for t in tensors]
@@ -129,18 +135,13 @@ class Rules:
         for first in range(0, len(x), WIDE):
             pieces = function(*_piece(tensors, x, first, WIDE))
             if not results:
-                results = [self._place(t, x, at) for t in pieces]
+                for t in pieces:
+                    same = t.clone() if t.ndim == 0 else at.get(t.data_ptr())
+                    results.append(vector(x, dtype=t.dtype) if same is None else same)
             for result, piece in zip(results, pieces, strict=True):
                 if result.ndim and result.data_ptr() not in at:
                     result[first : first + WIDE].copy_(piece)
         return results
-
-    def _place(self, piece: Tensor, x: Tensor, at: dict[int, Tensor]) -> Tensor:
-        """Where a result goes whose first piece this is."""
-        if piece.ndim == 0:
-            return piece.clone()
-        same = at.get(piece.data_ptr())
-        return self.vectors.like(x, piece.dtype) if same is None else same
 
     def _make(self, shape: Shape, tensors: list[Tensor], x: Tensor) -> None:
         def pure(*tensors: Tensor) -> list[Tensor]:
@@ -198,52 +199,29 @@ class Shape(NamedTuple):
         return hyper, down, client, x, local, next(rest)
 
 
-class Vectors:
-    """Long vectors whose memory is used again as soon as nothing refers to it.
+class Workspace:
+    """Memory of one thread for the long vectors of a client's steps, used again for its next client.
 
     To get tens of megabytes from the system and to give them back, for every vector of every client, can
     take as long as the calculation itself.
     """
 
     def __init__(self) -> None:
-        self._all: list[Tensor] = []
-        self._lock = threading.Lock()
+        self._free: list[Tensor] = []
+        self._lent: list[Tensor] = []
 
-    def like(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """A vector as long as x, with anything in it."""
-        dtype = dtype or x.dtype
-        with self._lock:
-            for vector in self._all:
-                if vector.shape == x.shape and vector.dtype == dtype and _references(vector) <= IDLE:
-                    return vector.detach()
-            if not IDLE:
-                return torch.empty_like(x, dtype=dtype)
-            self._all.append(_plain(len(x), dtype))
-            return self._all[-1].detach()
+    def vector(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """Lend a vector as long as x, with anything in it."""
+        for i, vector in enumerate(self._free):
+            if vector.shape == x.shape and vector.dtype == dtype:
+                self._lent.append(self._free.pop(i))
+                break
+        else:
+            self._lent.append(torch.empty_like(x, dtype=dtype))
+        return self._lent[-1]
 
-
-def _plain(d: int, dtype: torch.dtype) -> Tensor:
-    """A vector in pages of the usual size: those that stay are cheaper to get than huge ones."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_POPULATE", 0)
-    return torch.frombuffer(mmap.mmap(-1, d * dtype.itemsize, flags=flags), dtype=dtype)
-
-
-def _references(vector: Tensor) -> int:
-    """How many tensors share the vector's memory, counting itself."""
-    count: int = torch._C._storage_Use_Count(vector.untyped_storage()._cdata)
-    return count
-
-
-def _idle() -> int:
-    try:
-        vector = torch.empty(1)
-        alone = _references(vector)
-        view = vector.detach()
-        shared = _references(vector)
-        del view
-        return alone if shared > alone == _references(vector) else 0
-    except (AttributeError, TypeError):  # another version of torch
-        return 0
-
-
-IDLE = _idle()  # references to a vector that nobody uses; 0 if that cannot be known
+    def take_back(self, except_for: Sequence[Tensor]) -> None:
+        """Use all vectors again, except for results that are one of them: these belong to the receiver."""
+        results = {t.data_ptr() for t in except_for}
+        self._free += [t for t in self._lent if t.data_ptr() not in results]
+        self._lent = []

@@ -8,7 +8,6 @@ algorithm run in place over the flat vectors. What comes out does not depend on 
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from queue import SimpleQueue
@@ -24,7 +23,7 @@ from fadamgc.federation.problem import Problem
 from fadamgc.federation.sampling import FORWARD, torch_seed
 from fadamgc.runtime import single_threads
 from fadamgc.sim.executors.base import Job, Plan, Result
-from fadamgc.sim.executors.inplace import Rules, Vectors
+from fadamgc.sim.executors.inplace import Rules, Workspace
 from fadamgc.sim.executors.loop import failure
 from fadamgc.sim.executors.machine_code import compiler
 
@@ -33,7 +32,7 @@ MANY = 200  # client-steps are worth the compilation of the rules
 
 
 class ThreadsExecutor:
-    """Clients dealt out to threads beforehand; a thread that is done takes over another's last client.
+    """Clients in one queue for all threads, those with the most work first.
 
     Args:
         problem: the task as functions. Jobs may belong to other problems of the same model and loss.
@@ -66,7 +65,6 @@ class ThreadsExecutor:
             )
         self._compile = compile and compiler() is not None
         self._rules: dict[AnyAlgorithm, Rules] = {}
-        self._vectors = Vectors()
         self._lock = threading.Lock()
         self._places: SimpleQueue[Place] = SimpleQueue()
         for _ in range(self.workers):
@@ -83,10 +81,13 @@ class ThreadsExecutor:
         for job in jobs:
             self._rules_of(job.round.algorithm)
             _ = job.round.problem.random  # found out with the problem's own module, so not in a thread
-        hands = deal(jobs, self.workers)
+        threads = min(self.workers, len(jobs))
+        queue: SimpleQueue[Job | None] = SimpleQueue()
+        for entry in (*largest_first(jobs), *[None] * threads):  # None: nothing is left for a thread
+            queue.put(entry)
         done: SimpleQueue[Result | BaseException] = SimpleQueue()
         stop = threading.Event()
-        futures = [self._pool.submit(self._work, hands, i, done, stop) for i in range(len(hands))]
+        futures = [self._pool.submit(self._work, queue, done, stop) for _ in range(threads)]
         try:
             for _ in jobs:
                 result = done.get()
@@ -100,14 +101,13 @@ class ThreadsExecutor:
 
     def _work(
         self,
-        hands: list[deque[Job]],
-        own: int,
+        queue: SimpleQueue[Job | None],
         done: SimpleQueue[Result | BaseException],
         stop: threading.Event,
     ) -> None:
         place = self._places.get()
         try:
-            while not stop.is_set() and (job := take(hands, own)) is not None:
+            while not stop.is_set() and (job := queue.get()) is not None:
                 result = place.one(job, self._rules[job.round.algorithm], self._lock, stop)
                 if result is not None:
                     done.put(result)
@@ -118,33 +118,13 @@ class ThreadsExecutor:
 
     def _rules_of(self, algorithm: AnyAlgorithm) -> Rules:
         if algorithm not in self._rules:
-            self._rules[algorithm] = Rules(algorithm, self._compile, self._vectors)
+            self._rules[algorithm] = Rules(algorithm, self._compile)
         return self._rules[algorithm]
 
 
-def deal(jobs: Sequence[Job], workers: int) -> list[deque[Job]]:
-    """Jobs for each worker, so that all have about the same to do."""
-    hands: list[deque[Job]] = [deque() for _ in range(min(workers, len(jobs)))]
-    load = [0] * len(hands)
-    for job in sorted(jobs, key=lambda job: -job.batches.total):
-        least = load.index(min(load))
-        hands[least].append(job)
-        load[least] += job.batches.total
-    return hands
-
-
-def take(hands: list[deque[Job]], own: int) -> Job | None:
-    """The next job of one's own, else the last of whoever has most left, else None."""
-    try:
-        return hands[own].popleft()
-    except IndexError:
-        pass
-    for hand in sorted(hands, key=len, reverse=True):
-        try:
-            return hand.pop()
-        except IndexError:
-            continue
-    return None
+def largest_first(jobs: Sequence[Job]) -> list[Job]:
+    """Sort jobs by their work, so that no thread starts a long one when the others are done."""
+    return sorted(jobs, key=lambda job: -job.batches.total)
 
 
 class Place:
@@ -154,6 +134,7 @@ class Place:
         self.problem = problem
         self.module = problem.flat.copy(problem.module).train()
         self.x, self.g = torch.empty_like(problem.x0), torch.empty_like(problem.x0)
+        self.workspace = Workspace()
         named = dict(self.module.named_parameters())
         self.parameters = [named[name] for name in problem.flat.names]
         self.channels_last = (
@@ -180,7 +161,7 @@ class Place:
         if algo.round_gradient:
             with lock:  # it uses the problem's own module
                 g_x = problem.whole_gradient(down.x, round.buffers, job.client, round.seed, round.t)
-        local = rules.begin(down, client, g_x, self.x)
+        local = rules.begin(down, client, g_x, self.x, self.workspace)
         self.x.copy_(down.x)
         self._set_buffers(round.buffers)
         loss_sum = torch.zeros((), dtype=problem.x0.dtype)
@@ -198,7 +179,7 @@ class Place:
                 with torch.no_grad():
                     rules.step(down, client, self.x, local, self.g)
         with torch.no_grad():
-            state, up = rules.finish(down, client, local, self.x, K, job.tracked)
+            state, up = rules.finish(down, client, local, self.x, K, job.tracked, self.workspace)
             named = dict(self.module.named_buffers())
             buffers = {name: named[name].detach().clone() for name in round.buffers}
         return Result(job, state, up, buffers, loss_sum / K)
