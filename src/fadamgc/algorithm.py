@@ -109,7 +109,7 @@ class Algorithm(ABC, Generic[ServerT, DownT, ClientT, LocalT, UpT]):
     def step(
         self, down: DownT, client: ClientT, local: LocalT, x: Tensor, g: Tensor
     ) -> tuple[Tensor, LocalT]:
-        """Take one local step from x with the mini-batch gradient g at x; return the new x and local state."""
+        """Take one local step from x with the mini-batch gradient g at x; return the new x and local."""
 
     @abstractmethod
     def finish(

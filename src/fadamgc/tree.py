@@ -67,7 +67,7 @@ def map_leaves(function: Callable[..., Any], state: StateT, *others: Any) -> Sta
 
 
 def names(state: Any, prefix: str = "") -> list[str]:
-    """Return one name per leaf: its field, after the names of the states around it; ``prefix`` comes first."""
+    """Return one name per leaf: ``prefix``, the names of the states around it, and its own."""
     result = []
     for field, value in zip(state._fields, state, strict=True):
         name = f"{prefix}.{field}" if prefix else field
