@@ -180,9 +180,7 @@ def _decompress(path: Path, data: bytes) -> bytes:
     with gzip.open(io.BytesIO(data)) as file:
         content = file.read(limit + 1)
     if len(content) > limit:
-        raise CheckpointError(
-            f"{path} unpacks from {len(data)} to more than {limit} bytes; it is not a record"
-        )
+        raise CheckpointError(f"{path} unpacks from {len(data)} to more than {limit} bytes: not a record")
     return content
 
 
@@ -209,7 +207,7 @@ def _read_tensors(path: Path, named_by: Path, digest: Any) -> dict[str, Tensor]:
 
 
 def _json_lines(body: Mapping[str, Any]) -> str:
-    """Return JSON with one line per key, and per item of a list of objects, so that files are easy to compare."""
+    """Return JSON with one line per key, and one per item of a list of objects: easy to compare."""
     parts = []
     for key, value in body.items():
         if isinstance(value, list) and value and isinstance(value[0], dict):

@@ -82,7 +82,7 @@ def cached(name: str, make: Callable[[], npt.NDArray[Any]], mapped: bool = False
 
 
 def _digest(name: str, *content: Any) -> bytes:
-    """Return the digest of a file; it depends on the name, so that the file of another array does not match."""
+    """Return the digest of a file's content; the name is included, so that another array does not match."""
     sha = hashlib.sha256(f"{name}\0".encode())
     for part in content:
         sha.update(part)
