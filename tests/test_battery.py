@@ -87,8 +87,12 @@ def assert_equal_to_rounding(run, reference):
             torch.testing.assert_close(getattr(b, field), value, rtol=1e-11, atol=1e-12)
 
 
+# The graph that is compiled is the one that the executor runs without a compiler, and that is compared with the
+# loop above, for every algorithm and option. What is left to compare is the compiler: on a few graphs.
+
+
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
-@pytest.mark.parametrize("algo", DEFAULTS)
+@pytest.mark.parametrize("algo", [fadamgc.FAdamGC(), fadamgc.FANTLocal()], ids=["fadamgc", "fa_nt_local"])
 def test_compiled_steps_agree_with_the_loop(algo):
     # The shapes of batches are the executor's matter, whatever the algorithm: all of them with one of these.
     task = class_task() if isinstance(algo, fadamgc.FAdamGC) else class_task(EVEN)
@@ -164,10 +168,8 @@ def test_ragged_clients_are_masked_correctly(algo, plan):
         )
         for executor in ("loop", "vectorized", "threads")
     ]  # fmt: skip
-    torch.testing.assert_close(runs[1].x, runs[0].x, rtol=1e-12, atol=1e-13)
-    for a, b in zip(runs[0].clients, runs[1].clients, strict=True):
-        for field, value in a._asdict().items():
-            torch.testing.assert_close(getattr(b, field), value, rtol=1e-11, atol=1e-12)
+    for run in runs[1:]:
+        assert_equal_to_rounding(run, runs[0])
 
 
 @pytest.mark.parametrize("algo", VARIANTS)

@@ -32,6 +32,7 @@ from fadamgc.federation.functions import TaskFunctions
 from fadamgc.models import text as models
 from fadamgc.models.pretrained import TARGETS, default_adapters, load_base, lora
 from fadamgc.models.text import TextClassifier, encode
+from problems import REPRESENTATIVES
 
 
 @pytest.fixture(autouse=True)
@@ -259,11 +260,15 @@ def test_layers_computed_beforehand_change_nothing(bases, data, kind, upper):
 # Tasks.
 
 
-@pytest.mark.parametrize("kind", tiny.KINDS)
-@pytest.mark.parametrize("name", fadamgc.algorithms())
-def test_the_fast_executor_gives_the_loops_numbers(bases, data, kind, name):
+@pytest.mark.parametrize(
+    ("kind", "algo"),
+    [
+        pytest.param("bert", REPRESENTATIVES["fadamgc"], id="bert-fadamgc"),
+        *(pytest.param("gpt2", algo, id=f"gpt2-{name}") for name, algo in REPRESENTATIVES.items()),
+    ],
+)
+def test_the_fast_executor_gives_the_loops_numbers(bases, data, kind, algo):
     task = task_of(bases[kind], data)
-    algo = fadamgc.make_algorithm(name)
     some = {} if algo.full_participation else {"sampled": 2}
     options = some | {"rounds": 2, "local_epochs": 1, "batch_size": 8, "progress": False}
     one, two = (fadamgc.simulate(algo, task, executor=e, **options) for e in ("loop", "threads"))
