@@ -12,7 +12,6 @@ from torch.nn import functional as F
 import fadamgc
 from fadamgc.data import synthetic
 
-
 # One algorithm for each shape of a state, for tests of layers that do not know the algorithm: vectors, with a
 # gradient to start from; a number among the vectors, and full participation; nothing.
 REPRESENTATIVES = {

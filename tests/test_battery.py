@@ -87,8 +87,8 @@ def assert_equal_to_rounding(run, reference):
             torch.testing.assert_close(getattr(b, field), value, rtol=1e-11, atol=1e-12)
 
 
-# The graph that is compiled is the one that the executor runs without a compiler, and that is compared with the
-# loop above, for every algorithm and option. What is left to compare is the compiler: on a few graphs.
+# The steps that are compiled are those that the executor records and runs without a compiler, too. They are
+# compared with the loop above, for every algorithm and option. Here the compiler is, on two of them.
 
 
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
