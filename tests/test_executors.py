@@ -5,17 +5,22 @@ from __future__ import annotations
 import getpass
 import logging
 import os
+import re
 import shutil
+import stat
+import subprocess
+import sys
 import tempfile
-from collections import deque
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
 from torch import nn
-from torch.fx.experimental import proxy_tensor
 from torch.nn import functional as F
 
 import fadamgc
@@ -28,6 +33,7 @@ from fadamgc.sim.executors import inplace as rules
 from fadamgc.sim.executors import machine_code as native
 from fadamgc.sim.executors.machine_code import compiled, compiler
 from fadamgc.sim.executors.trace import liftable, pointwise, record
+from fadamgc.sim.executors.trainer import Trainer
 from fadamgc.sim.resources import Resources
 from fadamgc.sim.simulate import start_from
 from problems import EVEN, class_task, mlp
@@ -72,22 +78,22 @@ def test_two_arguments_that_are_one_tensor_are_recorded_as_two():
     assert graph(torch.zeros(3), torch.ones(3))[0].tolist() == [10, 10, 10]
 
 
-def test_recording_leaves_out_the_shapes_and_the_recorder_as_it_was():
-    original = proxy_tensor.set_meta
-    here = record(lambda a: [a + 1], [torch.zeros(3)])
-    assert not any("val" in node.meta for node in here.graph.nodes)
+def test_recordings_of_several_threads_do_not_disturb_each_other():
+    call, lookup = nn.Module.__call__, nn.Module.__getattr__
 
-    def elsewhere(a):
-        with ThreadPoolExecutor(1) as pool:  # another recording at the same time is not touched
-            there = pool.submit(proxy_tensor.make_fx(lambda b: b * 2), torch.ones(2)).result()
-        assert all("val" in node.meta for node in there.graph.nodes if node.op != "output")
-        seen.append(there)
-        raise ValueError("not to be recorded")
+    def work(size):
+        def function(a):
+            return [mlp_of_size(a) * 2]
 
-    seen = []
-    assert record(elsewhere, [torch.zeros(3)]) is elsewhere
-    assert len(seen) == 1
-    assert proxy_tensor.set_meta is original
+        mlp_of_size = nn.Linear(size, size)
+        graphs = [record(function, [torch.ones(size)]) for _ in range(10)]
+        x = torch.randn(size)
+        return all(torch.equal(graph(x)[0], function(x)[0]) for graph in graphs)
+
+    with ThreadPoolExecutor(3) as pool:
+        assert all(pool.map(work, (2, 3, 4)))
+    assert nn.Module.__call__ is call
+    assert nn.Module.__getattr__ is lookup
 
 
 # Vectorized
@@ -132,8 +138,8 @@ def test_nothing_is_compiled_again_from_round_to_round_or_run_to_run(tmp_path, m
 def test_a_long_run_is_compiled_and_a_resumed_one_does_as_before(tmp_path, monkeypatch, executor):
     task = class_task(EVEN)
     monkeypatch.setattr("fadamgc.sim.executors.vectorized.LONG_RUN", 9)
-    monkeypatch.setattr(threads, "LARGE", 1)
-    monkeypatch.setattr(threads, "MANY", 36)
+    monkeypatch.setattr(threads, "LARGE_MODEL", 1)
+    monkeypatch.setattr(threads, "LONG_RUN", 36)
     whole = simulate(fadamgc.FedAvg(), task, rounds=4, executor=executor)
     assert whole.settings["compiled"]
     short = simulate(fadamgc.FedAvg(), task, rounds=2, executor=executor, checkpoint=tmp_path / "c")
@@ -154,7 +160,7 @@ def test_a_graph_that_cannot_be_compiled_is_run_as_it_is(tmp_path, monkeypatch, 
         raise RuntimeError("no room\nmore of it")
 
     monkeypatch.setenv("FADAMGC_CACHE", str(tmp_path))
-    monkeypatch.setattr("torch._inductor.compile", fails)
+    monkeypatch.setattr("torch._inductor.aot_compile", fails)
     monkeypatch.setattr(native, "_codes", {})
     task = class_task()
     with caplog.at_level(logging.WARNING, "fadamgc"):
@@ -235,6 +241,63 @@ def test_an_error_in_machine_code_is_an_error_in_python(tmp_path, monkeypatch):
     assert torch.is_grad_enabled()
     code(*arguments)
     assert torch.is_grad_enabled()
+
+
+@needs_compiler
+def test_python_runs_while_machine_code_runs(compiled_step):
+    code, _ = compiled_step
+    arguments = [torch.tensor(0.5)], [torch.zeros(2, 3)], [torch.zeros(300_000, 2, 3)]
+    began = time.perf_counter()
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(code.repeat, *arguments)
+        times = []
+        while not future.done():
+            times.append(time.perf_counter() - began)
+            time.sleep(0.001)
+    middle = (time.perf_counter() - began) / 2
+    assert any(middle / 2 < t < middle * 3 / 2 for t in times)
+
+
+@needs_compiler
+def test_code_on_disk_is_used_without_the_compiler(compiled_step):
+    program = """
+import sys, torch
+from fadamgc.sim.executors.machine_code import compiled
+from test_executors import record, step_with_series
+step, arguments = step_with_series()
+code = compiled(record(step, arguments), arguments)
+assert code.machine
+assert "torch._inductor.compile_fx" not in sys.modules
+"""
+    paths = [str(Path(fadamgc.__file__).parents[1]), str(Path(__file__).parent)]
+    environment = {**os.environ, "FADAMGC_CACHE": str(compiled_step[1]), "PYTHONPATH": os.pathsep.join(paths)}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True)
+
+
+@needs_compiler
+def test_tensors_in_a_graph_are_arguments_of_its_code(tmp_path, monkeypatch):
+    monkeypatch.setenv("FADAMGC_CACHE", str(tmp_path))
+    monkeypatch.setattr(native, "_codes", {})
+
+    def step_with(weight):
+        def step(state):
+            state.copy_(state * weight + 1)
+            return []
+
+        return step
+
+    codes = []
+    for weight in (torch.tensor([1.0, 2, 3]), torch.tensor([4.0, 5, 6])):
+        arguments = [torch.ones(2, 3)]
+        graph = record(step_with(weight), arguments)
+        assert any(node.op == "get_attr" for node in graph.graph.nodes)
+        codes.append(compiled(graph, arguments))
+        assert codes[-1].machine
+    assert len(native._codes) == 1
+    for code, expected in zip(codes, ([2.0, 3, 4], [5.0, 6, 7]), strict=True):
+        state = torch.ones(4, 3)
+        code.repeat([], [state], parts=2)
+        assert state.tolist() == [expected] * 4
 
 
 @needs_compiler
@@ -340,6 +403,14 @@ def test_torch_does_not_compile_in_a_folder_that_others_made(tmp_path, monkeypat
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     monkeypatch.setenv("FADAMGC_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(native, "_codes", {})
+    original, modes = native._build, []
+
+    def build(files, folder):
+        places = (folder, os.environ[native.TORCH_FOLDER])
+        modes.extend(stat.S_IMODE(os.stat(place).st_mode) for place in places)
+        return original(files, folder)
+
+    monkeypatch.setattr(native, "_build", build)
 
     def step(state):
         state.copy_(state + 3)
@@ -348,7 +419,8 @@ def test_torch_does_not_compile_in_a_folder_that_others_made(tmp_path, monkeypat
     arguments = [torch.zeros(2, 3)]
     assert compiled(record(step, arguments), arguments).machine
     assert not list(theirs.iterdir())
-    assert list((tmp_path / "cache" / "code" / "torch").rglob("*.so"))
+    assert modes == [0o700, 0o700]
+    assert os.environ[native.TORCH_FOLDER] == str(tmp_path / "cache" / "code" / "torch")
 
 
 @needs_compiler
@@ -367,18 +439,42 @@ def test_code_is_compiled_also_where_it_cannot_be_kept(tmp_path, monkeypatch):
     assert compiled(record(step, arguments), arguments).machine
 
 
+def other_class(source):
+    source.write_text(source.read_text().replace("AOTInductorModelstep", "AnotherName"))
+
+
+def writes_nothing(source):
+    text = source.read_text()
+    first = text.index("inputs.clear();")
+    assert text.count("inputs.clear();") == 1
+    source.write_text(text[:first] + "return; " + text[first:])
+
+
 @needs_compiler
-@pytest.mark.parametrize("name", ["RELEASE", "TAKES"])
-def test_code_of_a_compiler_that_works_differently_is_called_from_python(tmp_path, monkeypatch, name):
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [(other_class, "failed: .*error"), (writes_nothing, "does something else than the recorded one")],
+)
+def test_source_of_a_compiler_that_works_differently_is_not_used(
+    tmp_path, monkeypatch, caplog, change, message
+):
+    original = native._build
+
+    def build(files, folder):
+        change(next(Path(file) for file in files if file.endswith(".cpp")))
+        return original(files, folder)
+
     monkeypatch.setenv("FADAMGC_CACHE", str(tmp_path))
-    monkeypatch.setattr(native, name, "what another version might say")
     monkeypatch.setattr(native, "_codes", {})
-    task = class_task(EVEN)
-    make = partial(VectorizedExecutor, compile=True)
-    run = simulate(fadamgc.FAdamGC(), task, executor=make)
-    assert run.settings["compiled"]
-    monkeypatch.undo()
-    assert torch.equal(run.x, simulate(fadamgc.FAdamGC(), task, executor=make).x)
+    monkeypatch.setattr(native, "_build", build)
+    step, arguments = step_with_series()
+    with caplog.at_level(logging.WARNING, "fadamgc"):
+        code = compiled(record(step, arguments), arguments)
+    assert not code.machine
+    assert re.search(f"not compiled, which costs speed: .*{message}", caplog.text)
+    assert not list((tmp_path / "code").glob("*.so"))
+    code(*arguments)
+    assert torch.allclose(arguments[1], torch.tensor([[0.0, 1, 2], [1.5, 2.5, 3.5]]))
 
 
 @needs_compiler
@@ -439,7 +535,7 @@ def test_threads_leave_the_number_of_threads_as_it_was():
 @pytest.mark.parametrize("width", [4, 16])
 def test_pictures_with_channels_last_agree_with_the_loop(norm, width):
     task = fadamgc.Task(resnet18(norm=norm, width=width, seed=0), F.cross_entropy, pictures())
-    assert threads.Trainer(TaskFunctions(task)).channels_last == (width == 16)
+    assert Trainer(TaskFunctions(task)).channels_last == (width == 16)
     options = {"sampled": 3, "tracked": 2, "batch_size": 6, "local_steps": 1, "rounds": 1}
     algo = fadamgc.FedAvg(eta_l=0.01)
     one, two = (simulate(algo, task, executor=e, **options) for e in ("loop", "threads"))
@@ -458,7 +554,7 @@ def test_rules_in_pieces_are_the_rules(name, monkeypatch):
         options |= {"sampled": None, "tracked": None}
     whole = simulate(algo, task, **options)
     monkeypatch.setattr(rules, "PIECE", 7)
-    monkeypatch.setattr(rules, "WIDE", 11)
+    monkeypatch.setattr(rules, "WIDE_PIECE", 11)
     cut = simulate(algo, task, **options)
     assert torch.equal(cut.x, whole.x)
     for one, other in zip(cut.clients, whole.clients, strict=True):
@@ -501,24 +597,24 @@ class Counting(fadamgc.FedAvg):
 
 def test_what_is_not_a_vector_changes_once_a_step(monkeypatch):
     monkeypatch.setattr(rules, "PIECE", 7)
-    monkeypatch.setattr(rules, "WIDE", 11)
+    monkeypatch.setattr(rules, "WIDE_PIECE", 11)
     one, other = (
         simulate(Counting(), class_task(), executor=e, dtype=torch.float64) for e in ("loop", "threads")
     )
     torch.testing.assert_close(other.x, one.x, rtol=1e-12, atol=1e-13)
 
 
-def test_memory_is_used_again_once_nothing_refers_to_it():
-    vectors, x = rules.Vectors(), torch.zeros(5)
-    one, two = vectors.like(x), vectors.like(x)
+def test_memory_of_a_job_is_used_again_unless_a_result_is_in_it():
+    workspace, x = rules.Workspace(), torch.zeros(5)
+    one, two = (workspace.vector(x, torch.float32) for _ in range(2))
     assert one.data_ptr() != two.data_ptr()
-    at, part = one.data_ptr(), one[2:]
-    del one
-    assert vectors.like(x).data_ptr() != at
-    del part
-    assert vectors.like(x).data_ptr() == at
-    assert vectors.like(x, torch.float64).dtype == torch.float64
-    assert len(vectors.like(torch.zeros(7))) == 7
+    workspace.take_back(except_for=[two, torch.zeros(5)])
+    three, four = (workspace.vector(x, torch.float32) for _ in range(2))
+    assert three.data_ptr() == one.data_ptr()
+    assert four.data_ptr() not in (one.data_ptr(), two.data_ptr())
+    workspace.take_back(except_for=())
+    assert workspace.vector(x, torch.float64).dtype == torch.float64
+    assert len(workspace.vector(torch.zeros(7), torch.float32)) == 7
 
 
 class Normalised(fadamgc.FedAvg):
@@ -530,7 +626,7 @@ class Normalised(fadamgc.FedAvg):
 
 def test_rules_that_look_at_whole_vectors_are_not_cut(monkeypatch):
     monkeypatch.setattr(rules, "PIECE", 7)
-    monkeypatch.setattr(rules, "WIDE", 11)
+    monkeypatch.setattr(rules, "WIDE_PIECE", 11)
     one, *others = (
         simulate(Normalised(), class_task(), executor=e, dtype=torch.float64)
         for e in ("loop", "threads", "vectorized")
@@ -539,19 +635,37 @@ def test_rules_that_look_at_whole_vectors_are_not_cut(monkeypatch):
         torch.testing.assert_close(other.x, one.x, rtol=1e-12, atol=1e-13)
 
 
-def test_who_has_nothing_left_takes_from_who_has_most():
-    hands = [deque("ab"), deque(), deque("xyz")]
-    assert [threads.take(hands, 1) for _ in range(3)] == ["z", "b", "y"]
-    assert threads.take(hands, 0) == "a"
-    assert threads.take(hands, 0) == "x"
-    assert threads.take(hands, 0) is None
-
-
-def test_jobs_are_dealt_by_their_work():
+def test_jobs_with_most_work_come_first():
     arguments = {"algorithm": fadamgc.FedAvg(), "task": class_task(sizes=(2, 3, 40, 4, 5))}
     run = start_from(arguments | {"rounds": 1, "local_epochs": 1, "batch_size": 1}, Resources())
-    hands = threads.deal(run.engine.begin(), 2)
-    assert sorted(sorted(job.client for job in hand) for hand in hands) == [[0, 1, 3, 4], [2]]
+    assert [job.client for job in threads.largest_first(run.engine.begin())] == [2, 4, 3, 1, 0]
+
+
+def test_threads_share_one_queue(monkeypatch):
+    """Two threads: while one has the largest job, the other does all other jobs."""
+    task = class_task(sizes=(2, 3, 40, 4, 5))
+    order, small_ones_done = [], threading.Event()
+    original = Trainer.train
+
+    def one(self, job, *rest):
+        if job.client == 2:
+            assert small_ones_done.wait(60)
+        result = original(self, job, *rest)
+        order.append(job.client)
+        if len(order) == 4:
+            small_ones_done.set()
+        return result
+
+    monkeypatch.setattr(Trainer, "train", one)
+    fadamgc.simulate(
+        fadamgc.FedAvg(),
+        task,
+        rounds=1,
+        local_epochs=1,
+        batch_size=1,
+        executor=partial(ThreadsExecutor, workers=2),
+    )
+    assert order == [4, 3, 1, 0, 2]
 
 
 def test_an_error_in_a_thread_names_the_client_and_stops_the_others():

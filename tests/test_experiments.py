@@ -19,7 +19,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from fadamgc import CostModel, FedAvg, InputError, files, simulate
+from fadamgc import CostModel, FedAvg, InputError, bundle, simulate
 from fadamgc.data import digits
 from fadamgc.errors import FadamgcError
 from fadamgc.experiments.folder import FILES, ExperimentFolder
@@ -524,7 +524,7 @@ def test_states_in_states_are_counted_and_saved(tmp_path):
 
 
 def test_a_disk_that_fills_up_loses_no_finished_run(tmp_path, monkeypatch):
-    original, room = files.write_atomic, 2
+    original, room = bundle.write_atomic, 2
 
     def write(path: Path, data: bytes, private: bool = False) -> None:
         nonlocal room
@@ -534,7 +534,7 @@ def test_a_disk_that_fills_up_loses_no_finished_run(tmp_path, monkeypatch):
             room -= 1
         original(path, data)
 
-    monkeypatch.setattr(files, "write_atomic", write)
+    monkeypatch.setattr(bundle, "write_atomic", write)
     with pytest.raises(FadamgcError, match="No space left on device; finished runs are saved: make room"):
         run_spec(spec_of(TINY), tmp_path, workers=1, quiet=True)
     assert sum(job.saved() is not None for job in ExperimentFolder(tmp_path).plan(spec_of(TINY))) == 2

@@ -21,7 +21,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from fadamgc import bundle, errors
+from fadamgc import CostModel, bundle, errors
 from fadamgc.cli.main import app
 from fadamgc.errors import CheckpointError, InputError
 from fadamgc.experiments.folder import ExperimentFolder
@@ -39,6 +39,7 @@ from fadamgc.experiments.report.plots import summary_figure
 from fadamgc.experiments.report.tables import (
     DASH,
     caption,
+    pricing,
     results_markdown,
     results_table,
     summary_latex,
@@ -299,10 +300,11 @@ function node(id) {
 nodes.experiments = { textContent: data };
 const document = { getElementById: node, querySelectorAll: () => [] };
 const Plotly = { react: (box, traces, layout) => { plots[box.id] = { traces, layout }; } };
-vm.runInNewContext(script, { document, Plotly, Number, Math, JSON, console });
+const said = {}, context = { document, Plotly, Number, Math, JSON, console, said };
+vm.runInNewContext(script + "said.pricing = pricing();", context);
 const names = Object.keys(nodes).filter((name) => name.startsWith("[data-minutes"));
 const minutes = names.map((name) => nodes[name].textContent);
-console.log(JSON.stringify({ minutes, plots }));
+console.log(JSON.stringify({ minutes, plots, pricing: said.pricing }));
 """
 
 
@@ -331,6 +333,13 @@ def test_the_script_of_the_page_agrees_about_what_diverged(copy, metrics):
     for plot in seen.plots.values():
         assert plot["layout"]["yaxis"]["type"] == "log"
         assert all(value is not None and value > 0 for trace in plot["traces"] for value in trace["y"])
+
+
+@pytest.mark.parametrize("per_round", ["mean", "slowest"])
+def test_the_script_of_the_page_says_how_rounds_are_priced(copy, per_round):
+    cost = CostModel(down_mbps=0.1, up_mbps=0.05, seconds_per_step=0.5, latency=2.0, per_round=per_round)
+    results = write_report(copy, cost)
+    assert drawn(copy).pricing == pricing(results)
 
 
 def test_the_script_of_the_page_draws_negative_numbers(copy):

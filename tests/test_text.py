@@ -342,7 +342,7 @@ def test_only_adapters_and_head_are_in_the_flat_vector(bases, data):
 
 
 def test_the_base_model_is_in_memory_once(bases, data):
-    from fadamgc.sim.executors.threads import Trainer
+    from fadamgc.sim.executors.trainer import Trainer
 
     task = task_of(bases["bert"], data)
     problem = TaskFunctions(task)

@@ -220,7 +220,7 @@ def rules(repeats: int = 30) -> dict[str, Any]:
     import fadamgc
     from fadamgc.algorithm import example
     from fadamgc.runtime import single_threads
-    from fadamgc.sim.executors.inplace import Rules, Vectors
+    from fadamgc.sim.executors.inplace import Rules, Workspace
     from workers.ours import ALGORITHMS
     from workloads import WORKLOADS
 
@@ -229,11 +229,11 @@ def rules(repeats: int = 30) -> dict[str, Any]:
         x = torch.nn.utils.parameters_to_vector(WORKLOADS[name].make_model(0).parameters()).detach()
         for algorithm in ALGORITHMS:
             algo = fadamgc.make_algorithm(algorithm)
-            code, kinds = Rules(algo, True, Vectors()), example(algo, x)
+            code, kinds = Rules(algo, True), example(algo, x)
 
             def work(code: Rules = code, kinds: Any = kinds, x: torch.Tensor = x) -> float:
                 own, g = x.clone(), torch.randn_like(x)
-                local = code.begin(kinds.down, kinds.client, None, own)
+                local = code.begin(kinds.down, kinds.client, None, own, Workspace())
                 seconds = []
                 for _ in range(repeats):
                     began = time.perf_counter()

@@ -68,6 +68,11 @@ def map_leaves(function: Callable[..., Any], state: StateT, *others: Any) -> Sta
     return rebuild(state, [function(*column) for column in columns])
 
 
+def skeleton(state: StateT) -> StateT:
+    """Return the state without its tensors, for a later ``rebuild``."""
+    return map_leaves(lambda _: 0, state)
+
+
 def names(state: Any) -> list[str]:
     """Return one name per leaf; the fields of a nested state follow its own name and a dot."""
     found = []

@@ -15,7 +15,7 @@ from fadamgc.federation.jobs import Job, Result, Round
 from fadamgc.federation.settings import Settings
 from fadamgc.flower.client_store import ClientStore
 from fadamgc.flower.protocol import RefusedError, Reply, Request, resolve_pending, with_pending
-from fadamgc.sim.executors.threads import train
+from fadamgc.sim.executors.trainer import train
 from fadamgc.task import Loss, Pair, Task
 from fadamgc.tree import from_names, leaves, named_leaves
 

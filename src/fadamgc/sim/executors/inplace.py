@@ -1,174 +1,172 @@
 """An algorithm's rules on long vectors: in place, piece by piece, in memory that is used again.
 
-The rules of an algorithm are a dozen passes over vectors of millions of numbers. Where each number depends
-only on those at its own place, all passes are done over a short piece at a time, or compiled into one, for
-a piece as well: such code is the same for all large models.
+The rules of an algorithm are a dozen passes over vectors of millions of numbers. If every number depends only
+on the numbers at its own position, all passes run over one short piece at a time, or are compiled into one
+pass. Code for a piece fits every large model.
 """
 
 from __future__ import annotations
 
-import mmap
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fadamgc.algorithm import AnyAlgorithm
 from fadamgc.sim.executors.machine_code import Code, compiled
-from fadamgc.sim.executors.trace import liftable, lifted, pointwise, record
+from fadamgc.sim.executors.trace import flat_function, liftable, lifted, pointwise, record
+from fadamgc.tree import leaves, rebuild, skeleton
 
-PIECE = 1 << 15  # numbers of a vector that go through a step's rules at once, so that they stay in the cache
-WIDE = 1 << 17  # and through the rules of a round, which are few: threads wait for Python at every piece
+PIECE = (
+    1 << 15
+)  # numbers of a vector that go through the rules of a step at once, so that they stay in the cache
+WIDE_PIECE = 1 << 17  # through the rules of a round, which are few: threads wait for Python at every piece
 
 
 class Rules:
-    """What a client does beside its gradients.
+    """The rules of an algorithm for one client, working in place; shared by all threads.
 
     Args:
-        algorithm: whose rules.
-        compile: whether a step becomes machine code, if that can be had.
-        vectors: where memory comes from.
+        algorithm: the algorithm.
+        compile: whether a step becomes machine code, if possible.
     """
 
-    def __init__(self, algorithm: AnyAlgorithm, compile: bool, vectors: Vectors) -> None:
-        self.algorithm, self.compile, self.vectors = algorithm, compile, vectors
+    def __init__(self, algorithm: AnyAlgorithm, compile: bool) -> None:
+        self.algorithm, self.compile = algorithm, compile
         self.names = liftable(algorithm) if compile else ()
         self.hyper = [torch.tensor(float(getattr(algorithm, n)), dtype=torch.float64) for n in self.names]
-        self._code: Code | None = None  # of a step
-        self._step: Callable[..., Any] | None = None  # the same, not compiled
-        self._pieces = False
-        self.failed = False  # to become machine code
-        self.lock = threading.Lock()
-        self._by_pieces: dict[Any, bool] = {}
+        self.failed = False  # whether the compilation of a step has failed
+        self._step: Callable[..., Any] | None = None  # in place, on flat arguments
+        self._code: Code | None = None  # the same step, compiled
+        self._in_pieces: dict[Any, bool] = {}  # which of the rules are run piece by piece
+        self._lock = threading.Lock()
 
-    def begin(self, down: Any, client: Any, g_x: Tensor | None, x: Tensor) -> Any:
-        """What the client's steps start from, in memory that nothing else uses."""
-        made: Any = None
-
-        def begin(*tensors: Tensor) -> list[Tensor]:
-            nonlocal made
-            rest = iter(tensors)
-            made = self.algorithm.begin(
-                type(down)(*(next(rest) for _ in down)),
-                type(client)(*(next(rest) for _ in client)),
-                None if g_x is None else next(rest),
-            )
-            return list(made)
-
-        tensors = [*down, *client, *(() if g_x is None else (g_x,))]
-        new = self._map("begin", begin, tensors, x, shared=())
-        return type(made)(*new)
+    def begin(self, down: Any, client: Any, g_x: Tensor | None, x: Tensor, workspace: Workspace) -> Any:
+        """Return what the client's steps start from, in memory that nothing else uses until ``finish``."""
+        return self._run("begin", self.algorithm.begin, (down, client, g_x), x, [], workspace.vector)
 
     def step(self, down: Any, client: Any, x: Tensor, local: Any, g: Tensor) -> None:
-        """``x`` and ``local`` after one step with gradient ``g``."""
-        tensors = [*self.hyper, *down, *client, x, *local, g]
-        with self.lock:
+        """Change ``x`` and ``local`` by one step with gradient ``g``."""
+        arguments = (self.hyper, down, client, x, local, g)
+        with self._lock:
             if self._step is None:
-                self._make(Shape(len(self.hyper), down, client, local), tensors, x)
+                self._make_step(arguments)
         assert self._step is not None
-        if not self._pieces:
+        tensors = leaves(arguments)
+        if not self._in_pieces["step"]:
             (self._code or self._step)(*tensors)
-            return
-        if self._code is None:
+        elif self._code is None:
             for first in range(0, len(x), PIECE):
                 self._step(*_piece(tensors, x, first, PIECE))
-            return
+        else:
+            self._run_code(self._code, tensors, x, local)
+
+    def _run_code(self, code: Code, tensors: list[Tensor], x: Tensor, local: Any) -> None:
+        """Run the compiled step over all whole pieces, then over the rest in a padded copy."""
         fixed = [t for t in tensors if t.shape != x.shape]
-        long = [t for t in tensors if t.shape == x.shape]
+        vectors = [t for t in tensors if t.shape == x.shape]
         whole = len(x) // PIECE * PIECE
-        self._code.repeat(fixed, [t[:whole].view(-1, PIECE) for t in long], parts=whole // PIECE)
+        code.repeat(fixed, [t[:whole].view(-1, PIECE) for t in vectors], parts=whole // PIECE)
         if whole < len(x):
-            rows = [torch.zeros(1, PIECE, dtype=t.dtype) for t in long]
-            for row, t in zip(rows, long, strict=True):
-                row[0, : len(x) - whole] = t[whole:]
-            self._code(*fixed, *rows)
-            for row, t in zip(rows, long, strict=True):
-                if any(t is changed for changed in (x, *local)):  # the others may be for reading only
-                    t[whole:] = row[0, : len(x) - whole]
+            rows = [torch.zeros(1, PIECE, dtype=t.dtype) for t in vectors]
+            for row, vector in zip(rows, vectors, strict=True):
+                row[0, : len(x) - whole] = vector[whole:]
+            code(*fixed, *rows)
+            changed = [x, *leaves(local)]  # the other vectors may be read-only
+            for row, vector in zip(rows, vectors, strict=True):
+                if any(vector is t for t in changed):
+                    vector[whole:] = row[0, : len(x) - whole]
 
-    def finish(self, down: Any, client: Any, local: Any, x: Tensor, K: int, tracked: bool) -> tuple[Any, Any]:
-        """What the client keeps and what it sends; ``x`` may be used again."""
-        shape = Shape(0, down, client, local)
-        made: Any = None
+    def finish(
+        self, down: Any, client: Any, local: Any, x: Tensor, K: int, tracked: bool, workspace: Workspace
+    ) -> tuple[Any, Any]:
+        """Return what the client keeps and what it sends; ``x`` and the workspace may be used again."""
 
-        def finish(*tensors: Tensor) -> list[Tensor]:
-            nonlocal made
-            _, down, client, x, local, _ = shape.fill(tensors)
-            made = self.algorithm.finish(down, client, local, x, K, tracked)
-            return [*made[0], *made[1]]
+        def finish(down: Any, client: Any, local: Any, x: Tensor) -> Any:
+            return self.algorithm.finish(down, client, local, x, K, tracked)
 
-        tensors = [*down, *client, x, *local, x]
-        new = self._map(("finish", tracked), finish, tensors, x, shared=(*down, *client, *local))
-        state, up = made
-        return type(state)(*new[: len(state)]), type(up)(*new[len(state) :])
+        shared = leaves((down, client, local))
+        state, up = self._run(
+            ("finish", tracked), finish, (down, client, local, x), x, shared, torch.empty_like
+        )
+        workspace.take_back(except_for=leaves((state, up)))
+        return state, up
 
-    def _map(
+    def _run(
         self,
         kind: Any,
-        function: Callable[..., list[Tensor]],
-        tensors: list[Tensor],
+        rule: Callable[..., Any],
+        arguments: tuple[Any, ...],
         x: Tensor,
-        shared: Sequence[Tensor],
-    ) -> list[Tensor]:
-        """The function's tensors, in memory of their own but for those that are a ``shared`` one as it is."""
-        with self.lock:
-            if kind not in self._by_pieces:
-                few = [t[:8] if t.shape == x.shape else t for t in tensors]
-                self._by_pieces[kind] = len(x) > WIDE and pointwise(record(function, few))
-        at = {t.data_ptr(): t for t in shared if t.shape == x.shape}
-        if not self._by_pieces[kind]:
-            given = {t.untyped_storage().data_ptr() for t in tensors}
-            new = function(*tensors)
-            return [
-                at.get(t.data_ptr(), t.clone() if not at or t.untyped_storage().data_ptr() in given else t)
-                for t in new
-            ]
+        shared: list[Tensor],
+        new_vector: Callable[..., Tensor],
+    ) -> Any:
+        """Return the result of a rule: ``shared`` tensors where a result is one of them, else new memory.
+
+        ``new_vector(x, dtype=...)`` provides the memory of a long vector.
+        """
+        tensors, like = leaves(arguments), skeleton(arguments)
+        with self._lock:
+            if kind not in self._in_pieces:
+                few = _piece(tensors, x, 0, 8)
+                in_pieces = len(x) > WIDE_PIECE and pointwise(record(flat_function(rule, arguments), few))
+                self._in_pieces[kind] = in_pieces
+        shared_at = {t.data_ptr(): t for t in shared if t.shape == x.shape}
+        if not self._in_pieces[kind]:
+            memory = {t.untyped_storage().data_ptr() for t in tensors}
+            result = rule(*arguments)
+
+            def separate(t: Tensor) -> Tensor:
+                copy = not shared_at or t.untyped_storage().data_ptr() in memory
+                return shared_at.get(t.data_ptr(), t.clone() if copy else t)
+
+            return rebuild(result, [separate(t) for t in leaves(result)])
         results: list[Tensor] = []
-        for first in range(0, len(x), WIDE):
-            pieces = function(*_piece(tensors, x, first, WIDE))
+        for first in range(0, len(x), WIDE_PIECE):
+            result = rule(*rebuild(like, _piece(tensors, x, first, WIDE_PIECE)))
+            pieces = leaves(result)
             if not results:
-                results = [self._place(t, x, at) for t in pieces]
-            for result, piece in zip(results, pieces, strict=True):
-                if result.ndim and result.data_ptr() not in at:
-                    result[first : first + WIDE].copy_(piece)
-        return results
+                for t in pieces:
+                    same = t.clone() if t.ndim == 0 else shared_at.get(t.data_ptr())
+                    results.append(new_vector(x, dtype=t.dtype) if same is None else same)
+            for t, piece in zip(results, pieces, strict=True):
+                if t.ndim and t.data_ptr() not in shared_at:
+                    t[first : first + WIDE_PIECE].copy_(piece)
+        return rebuild(result, results)
 
-    def _place(self, piece: Tensor, x: Tensor, at: dict[int, Tensor]) -> Tensor:
-        """Where a result goes whose first piece this is."""
-        if piece.ndim == 0:
-            return piece.clone()
-        same = at.get(piece.data_ptr())
-        return self.vectors.like(x, piece.dtype) if same is None else same
+    def _make_step(self, arguments: tuple[Any, ...]) -> None:
+        _, _, _, x, local, _ = arguments
+        like, tensors = skeleton(arguments), leaves(arguments)
 
-    def _make(self, shape: Shape, tensors: list[Tensor], x: Tensor) -> None:
-        def pure(*tensors: Tensor) -> list[Tensor]:
-            hyper, down, client, x, local, g = shape.fill(tensors)
+        def step(hyper: list[Tensor], down: Any, client: Any, x: Tensor, local: Any, g: Tensor) -> Any:
             algo = self.algorithm
             if self.names:
                 algo = lifted(algo, dict(zip(self.names, hyper, strict=True)))
-            x, new = algo.step(down, client, local, x, g)
-            return [x, *new]
+            return algo.step(down, client, local, x, g)
+
+        pure = flat_function(step, arguments)
 
         def in_place(*tensors: Tensor) -> list[Tensor]:
-            _, _, _, x, local, _ = shape.fill(tensors)
-            for old, new in zip((x, *local), pure(*tensors), strict=True):
+            _, _, _, x, local, _ = rebuild(like, tensors)
+            for old, new in zip([x, *leaves(local)], pure(*tensors), strict=True):
                 old.copy_(new)
             return []
 
-        few = [t[:8] if t.shape == x.shape else t for t in tensors]
-        each = all(t.shape == x.shape for t in shape.fill(tensors)[4])  # else a piece would change it for all
-        self._pieces = len(x) > PIECE and each and pointwise(record(pure, few))
+        # A number in the local state would be changed by every piece.
+        only_vectors = all(t.shape == x.shape for t in leaves(local))
+        pointwise_step = only_vectors and pointwise(record(pure, _piece(tensors, x, 0, 8)))
+        self._in_pieces["step"] = len(x) > PIECE and pointwise_step
         if self.compile:
-            places = list(range(len(tensors)))
-            if self._pieces:
-                places.sort(key=lambda i: tensors[i].shape == x.shape)  # vectors last, as in a step
-                tensors = [tensors[i] for i in places]
+            order = list(range(len(tensors)))
+            if self._in_pieces["step"]:  # vectors come last, as in ``_run_code``
+                order.sort(key=lambda i: tensors[i].shape == x.shape)
+                tensors = [tensors[i] for i in order]
                 tensors = [t[:PIECE].view(1, PIECE) if t.shape == x.shape else t for t in tensors]
 
-            def in_order(*given: Tensor) -> list[Tensor]:
-                return in_place(*(given[places.index(i)] for i in range(len(given))))
+            def in_order(*tensors: Tensor) -> list[Tensor]:
+                return in_place(*(tensors[order.index(i)] for i in range(len(tensors))))
 
             code = compiled(record(in_order, tensors), tensors)
             self._code, self.failed = (code, False) if code.machine else (None, True)
@@ -176,74 +174,33 @@ class Rules:
 
 
 def _piece(tensors: Sequence[Tensor], x: Tensor, first: int, size: int) -> list[Tensor]:
+    """Return a piece of every tensor that is a vector like x, and the other tensors as they are."""
     return [t[first : first + size] if t.shape == x.shape else t for t in tensors]
 
 
-class Shape(NamedTuple):
-    """How the arguments of a step lie in a list of tensors."""
+class Workspace:
+    """Memory of one thread for the long vectors of a client's steps, used again for its next client.
 
-    hyper: int
-    down: Any
-    client: Any
-    local: Any
-
-    def fill(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
-        """The arguments of a step."""
-        rest = iter(tensors)
-        hyper = [next(rest) for _ in range(self.hyper)]
-        down = type(self.down)(*(next(rest) for _ in self.down))
-        client = type(self.client)(*(next(rest) for _ in self.client))
-        x = next(rest)
-        local = type(self.local)(*(next(rest) for _ in self.local))
-        return hyper, down, client, x, local, next(rest)
-
-
-class Vectors:
-    """Long vectors whose memory is used again as soon as nothing refers to it.
-
-    To get tens of megabytes from the system and to give them back, for every vector of every client, can
-    take as long as the calculation itself.
+    Allocating and freeing tens of megabytes for every vector of every client can take as long as the
+    calculation itself.
     """
 
     def __init__(self) -> None:
-        self._all: list[Tensor] = []
-        self._lock = threading.Lock()
+        self._free: list[Tensor] = []
+        self._lent: list[Tensor] = []
 
-    def like(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """A vector as long as x, with anything in it."""
-        dtype = dtype or x.dtype
-        with self._lock:
-            for vector in self._all:
-                if vector.shape == x.shape and vector.dtype == dtype and _references(vector) <= IDLE:
-                    return vector.detach()
-            if not IDLE:
-                return torch.empty_like(x, dtype=dtype)
-            self._all.append(_plain(len(x), dtype))
-            return self._all[-1].detach()
+    def vector(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """Lend a vector as long as x, without initialising it."""
+        for i, vector in enumerate(self._free):
+            if vector.shape == x.shape and vector.dtype == dtype:
+                self._lent.append(self._free.pop(i))
+                break
+        else:
+            self._lent.append(torch.empty_like(x, dtype=dtype))
+        return self._lent[-1]
 
-
-def _plain(d: int, dtype: torch.dtype) -> Tensor:
-    """A vector in pages of the usual size: those that stay are cheaper to get than huge ones."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_POPULATE", 0)
-    return torch.frombuffer(mmap.mmap(-1, d * dtype.itemsize, flags=flags), dtype=dtype)
-
-
-def _references(vector: Tensor) -> int:
-    """How many tensors share the vector's memory, counting itself."""
-    count: int = torch._C._storage_Use_Count(vector.untyped_storage()._cdata)
-    return count
-
-
-def _idle() -> int:
-    try:
-        vector = torch.empty(1)
-        alone = _references(vector)
-        view = vector.detach()
-        shared = _references(vector)
-        del view
-        return alone if shared > alone == _references(vector) else 0
-    except (AttributeError, TypeError):  # another version of torch
-        return 0
-
-
-IDLE = _idle()  # references to a vector that nobody uses; 0 if that cannot be known
+    def take_back(self, except_for: Sequence[Tensor]) -> None:
+        """Take back all vectors, except those that are part of a result and now belong to its receiver."""
+        results = {t.data_ptr() for t in except_for}
+        self._free += [t for t in self._lent if t.data_ptr() not in results]
+        self._lent = []

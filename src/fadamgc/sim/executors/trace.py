@@ -1,7 +1,7 @@
 """Recorded graphs, and algorithms whose numbers are inputs of a graph.
 
 ``record`` writes down the tensor operations of a function once, so that running them again costs no work
-in Python. ``native`` turns such a record into machine code.
+in Python. ``machine_code`` compiles such a record.
 """
 
 from __future__ import annotations
@@ -10,27 +10,25 @@ import copy
 import dataclasses
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
-from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fadamgc.algorithm import AnyAlgorithm, example
+from fadamgc.tree import leaves, rebuild, skeleton
 
 log = logging.getLogger("fadamgc")
 
 Function = Callable[..., Any]
-_one_at_a_time = threading.RLock()
+_one_at_a_time = threading.Lock()  # torch.fx replaces methods of nn.Module for all threads while it records
 
 
 class Hidden(Tensor):
-    """A tensor to calculate with whose values nobody may know, nor those of what comes of it."""
+    """A tensor that supports arithmetic, but raises if its value or any derived value is inspected."""
 
     def _refuse(self, *_: Any) -> Any:
         raise TypeError("its value is not known")
@@ -40,10 +38,10 @@ class Hidden(Tensor):
 
 
 def liftable(algorithm: AnyAlgorithm) -> tuple[str, ...]:
-    """The numbers of an algorithm that its rules only calculate with, so that a tensor may stand in.
+    """Return the names of those numbers of an algorithm that tensors may replace in its rules.
 
-    A number that a rule looks at (``if self.eps > 0``) cannot be one of them. Found by trying, with
-    tensors that refuse to be looked at.
+    The rules only calculate with such a number; they do not inspect it (``if self.eps > 0``). Found by
+    trying the rules on tensors that refuse to be inspected.
     """
     names = []
     for field in dataclasses.fields(algorithm):
@@ -52,7 +50,7 @@ def liftable(algorithm: AnyAlgorithm) -> tuple[str, ...]:
             stand_in = torch.tensor(float(value), dtype=torch.float64).as_subclass(Hidden)
             try:
                 example(lifted(algorithm, {field.name: stand_in}), torch.zeros(2))
-            except Exception as error:  # whatever a rule does with a number that it wants to know
+            except Exception as error:  # a rule may do anything with a number that it inspects
                 log.debug("%s.%s is a constant of its graph (%s)", algorithm, field.name, error)
             else:
                 names.append(field.name)
@@ -60,45 +58,33 @@ def liftable(algorithm: AnyAlgorithm) -> tuple[str, ...]:
 
 
 def lifted(algorithm: AnyAlgorithm, values: dict[str, Tensor]) -> AnyAlgorithm:
-    """The algorithm with tensors in the place of some of its numbers."""
+    """Return the algorithm with tensors in the place of some of its numbers."""
     twin = copy.copy(algorithm)
     for name, value in values.items():
         object.__setattr__(twin, name, value)
     return twin
 
 
+def flat_function(function: Function, arguments: tuple[Any, ...]) -> Callable[..., list[Tensor]]:
+    """Return a function as one from the tensors in its arguments to the tensors in its result."""
+    like = skeleton(arguments)
+    return lambda *tensors: leaves(function(*rebuild(like, tensors)))
+
+
 def record(function: Function, arguments: Sequence[Tensor]) -> Function:
-    """The operations of a function of tensors as a graph; the function itself where that fails."""
+    """Record the operations of a function of tensors as a graph; return the function if that fails."""
     try:
-        with _without_shapes():
+        with _one_at_a_time:
             # Copies, because two arguments that are the same tensor would be recorded as one.
             graph: Function = make_fx(function)(*(a.clone() for a in arguments))
-    except Exception as error:
-        # What vmap can do and the recorder cannot still runs, only slower.
+    except Exception as error:  # the function still runs, only slower
         log.info("not recorded as a graph (%s)", error)
         return function
     return graph
 
 
-@contextmanager
-def _without_shapes() -> Iterator[None]:
-    """Record without a note of each result's shape: nobody reads it here, and it takes most of the time."""
-    here = threading.get_ident()
-    with _one_at_a_time:
-        original: Function | None = getattr(proxy_tensor, "set_meta", None)
-        if original is None:  # another version of torch
-            yield
-            return
-
-        def set_meta(proxy: Any, value: Any) -> Any:
-            return proxy if threading.get_ident() == here else original(proxy, value)
-
-        with patch.object(proxy_tensor, "set_meta", set_meta):
-            yield
-
-
 def pointwise(graph: Function) -> bool:
-    """Whether each number of a recorded graph's outputs depends only on the numbers at its own place."""
+    """Tell whether each number of a graph's outputs depends only on the inputs' numbers at the same place."""
     if not isinstance(graph, GraphModule):
         return False
     harmless = {

@@ -29,8 +29,8 @@ from fadamgc.sim.executors.block import Batch, BlockMath, End, Inputs, Progress
 from fadamgc.sim.executors.block_batches import block_batches, padded_width
 from fadamgc.sim.executors.loop import run_job
 from fadamgc.sim.executors.machine_code import Code, compiled, compiler
-from fadamgc.sim.executors.trace import liftable, lifted, record
-from fadamgc.tree import leaves, map_leaves, rebuild
+from fadamgc.sim.executors.trace import flat_function, liftable, lifted, record
+from fadamgc.tree import leaves, map_leaves, rebuild, skeleton
 
 log = logging.getLogger("fadamgc")
 
@@ -201,7 +201,7 @@ class VectorizedExecutor:
 
     def _compiled(self, math: BlockMath, arguments: tuple[Inputs, Progress, Batch]) -> Code:
         """Compile a step that writes its results into the tensors of its progress."""
-        step, like = _flat(math.step, arguments), _without_tensors(arguments)
+        step, like = flat_function(math.step, arguments), skeleton(arguments)
 
         def in_place(*tensors: Tensor) -> list[Tensor]:
             _, progress, _ = rebuild(like, tensors)
@@ -219,9 +219,7 @@ class VectorizedExecutor:
         if not self._compile:
             return stage(*arguments)
         key = (stage.__name__, kind.description, len(arguments[0].down.x))
-        graph, like = self._cached(
-            key, lambda: (_recorded(stage, arguments), _without_tensors(stage(*arguments)))
-        )
+        graph, like = self._cached(key, lambda: (_recorded(stage, arguments), skeleton(stage(*arguments))))
         return rebuild(like, graph(*leaves(arguments)))
 
     def _cached(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
@@ -237,15 +235,5 @@ def _row(state: Any, c: int) -> Any:
     return map_leaves(lambda t: t[c], state)
 
 
-def _without_tensors(arguments: Any) -> Any:
-    return map_leaves(lambda _: 0, arguments)
-
-
-def _flat(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Callable[..., list[Tensor]]:
-    """Return the function as one from the tensors in its arguments to the tensors in its result."""
-    like = _without_tensors(arguments)
-    return lambda *tensors: leaves(function(*rebuild(like, tensors)))
-
-
 def _recorded(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Callable[..., Any]:
-    return record(_flat(function, arguments), leaves(arguments))
+    return record(flat_function(function, arguments), leaves(arguments))
