@@ -19,7 +19,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from fadamgc import CostModel, FedAvg, InputError, bundle, simulate
+from fadamgc import CostModel, FedAvg, InputError, bundle, files, simulate
 from fadamgc.data import digits
 from fadamgc.errors import FadamgcError
 from fadamgc.experiments.folder import FILES, ExperimentFolder
