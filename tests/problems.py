@@ -12,6 +12,14 @@ from torch.nn import functional as F
 import fadamgc
 from fadamgc.data import synthetic
 
+# One algorithm for each shape of a state, for tests of layers that do not know the algorithm: vectors, with a
+# gradient to start from; a number among the vectors, and full participation; nothing.
+REPRESENTATIVES = {
+    "fadamgc": fadamgc.FAdamGC(init="gradient"),
+    "fa_nt_local": fadamgc.FANTLocal(),
+    "fedavg": fadamgc.FedAvg(),
+}
+
 
 def half_squared_error(output: Tensor, target: Tensor) -> Tensor:
     return 0.5 * ((output - target) ** 2).mean()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import shutil
 import subprocess
@@ -19,8 +18,6 @@ import fadamgc
 flwr = pytest.importorskip("flwr", reason="Flower is not installed")
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict  # noqa: E402
-from flwr.serverapp import Grid  # noqa: E402
-from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
 
 from fadamgc.algorithm import example  # noqa: E402
 from fadamgc.cli.main import app as cli  # noqa: E402
@@ -29,13 +26,11 @@ from fadamgc.experiments.report.numbers import read_results  # noqa: E402
 from fadamgc.experiments.report.write import write_report  # noqa: E402
 from fadamgc.federation.cost import traffic  # noqa: E402
 from fadamgc.federation.settings import Settings  # noqa: E402
-from fadamgc.flower import client_app  # noqa: E402
 from fadamgc.flower.clientapp import client_number, state_folder  # noqa: E402
 from fadamgc.flower.config import NOT_IN_CONFIG, ServerOptions, config_keys, read_config  # noqa: E402
-from fadamgc.flower.coordinator import Coordinator  # noqa: E402
 from fadamgc.flower.protocol import NEVER, RefusedError, Reply, Request, Stamp  # noqa: E402
 from fadamgc.flower.serverapp import federate  # noqa: E402
-from fadamgc.flower.strategy import Strategy, TooFewClientsError  # noqa: E402
+from fadamgc.flower.strategy import TooFewClientsError  # noqa: E402
 from fadamgc.flower.wire import (  # noqa: E402
     ARRAY_ENCODING,
     Hello,
@@ -52,92 +47,15 @@ from fadamgc.flower.wire import (  # noqa: E402
 )
 from fadamgc.tasks.build import build_task  # noqa: E402
 from fadamgc.tasks.sections import DigitsTask  # noqa: E402
-from problems import class_task  # noqa: E402
-
-SIZES = (6, 20, 11)
-LOCAL = {"local_steps": 3, "batch_size": 4, "seed": 5}
-
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch):
-    """Messages say which task of Flower's makes them; here it is none. And nothing is printed."""
-    TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
-    monkeypatch.setattr("fadamgc.flower.clientapp.log_to_stdout", lambda: None)
-
-
-class Here(Grid):
-    """A grid whose nodes are in this process. Nodes can be gone, deaf (no answer), or failing."""
-
-    def __init__(self, app, folder, clients, first=100):
-        self.app, self.folder = app, folder
-        self.nodes = {first + i: i for i in range(clients)}
-        self.deaf, self.failing, self.sent = set(), set(), []
-        self.replies = {}
-        self._ids = itertools.count()
-
-    def context(self, client):
-        config = {"partition-id": client, "state-folder": str(self.folder / f"node-{client}")}
-        return Context(1, 1, config, RecordDict(), {})
-
-    def set_run(self, run):
-        raise NotImplementedError
-
-    run = create_message = property(lambda self: None)
-    send_and_receive = None
-
-    def get_node_ids(self):
-        return list(self.nodes)
-
-    def push_messages(self, messages):
-        assert isinstance(messages, list)  # Flower's own needs one
-        identities = []
-        for message in messages:
-            identity = f"message-{next(self._ids)}"
-            message.metadata.__dict__["_message_id"] = identity
-            identities.append(identity)
-            client = self.nodes.get(message.metadata.dst_node_id)
-            self.sent.append((message.metadata.message_type, client))
-            if client is None or client in self.deaf:
-                continue
-            if client in self.failing and message.metadata.message_type == "train":
-                reply = Message(Error(1, "the app crashed"), reply_to=message)
-                reply.metadata.__dict__["_src_node_id"] = 1  # as Flower does
-            else:
-                reply = self.app(message, self.context(client))
-            self.replies[identity] = reply
-        return identities
-
-    def pull_messages(self, message_ids):
-        return [self.replies.pop(i) for i in list(message_ids) if i in self.replies]
-
-
-def app_of(task):
-    return client_app(lambda context: (task.model, task.loss, task.pairs[client_number(context)]))
-
-
-def make(tmp_path, algo=None, clients=3, rounds=3, sizes=SIZES, **options):
-    task = class_task(sizes=sizes)
-    named = {k: options.pop(k) for k in ("min_clients", "max_norm") if k in options}
-    timing = {"round_timeout": 0.3, "wait_timeout": 0.3, "poll": 0.01}
-    timing |= {k: options.pop(k) for k in (*timing, "below_minimum") if k in options}
-    coordinator = Coordinator(
-        algo or fadamgc.FAdamGC(),
-        task,
-        clients,
-        Settings(rounds=rounds, **LOCAL | options),
-        "test",
-        tmp_path / "server",
-        **named,
-    )
-    return task, Here(app_of(task), tmp_path, clients), Strategy(coordinator, **timing)
-
+from in_process_grid import LOCAL, SIZES, Here, app_of, held, make  # noqa: E402
+from problems import REPRESENTATIVES, class_task  # noqa: E402
 
 # The same numbers.
 
 
-@pytest.mark.parametrize("name", fadamgc.algorithms())
+@pytest.mark.parametrize("name", REPRESENTATIVES)
 def test_a_federation_gives_the_simulators_numbers(name, tmp_path):
-    algo = fadamgc.make_algorithm(name)
+    algo = fadamgc.make_algorithm(name)  # gradients to start from: see the next test
     few = {} if algo.full_participation else {"sampled": 2, "tracked": 1}
     task, grid, strategy = make(tmp_path, algo, min_clients=3 if algo.full_participation else 1, **few)
     result = strategy.start(grid)
@@ -167,9 +85,9 @@ def test_an_algorithm_that_begins_with_gradients_waits_for_all(tmp_path):
 
 
 @pytest.mark.parametrize("tracked", [True, False])
-@pytest.mark.parametrize("name", fadamgc.algorithms())
-def test_arrays_hold_the_bytes_that_the_cost_model_counts(name, tracked, tmp_path):
-    algo, d = fadamgc.make_algorithm(name), 7
+@pytest.mark.parametrize("algo", REPRESENTATIVES.values(), ids=REPRESENTATIVES)
+def test_arrays_hold_the_bytes_that_the_cost_model_counts(algo, tracked, tmp_path):
+    d = 7
     kinds = example(algo, torch.zeros(d))
     cost = traffic(algo, d)
     request = Request("test", 0, 0, Stamp(1, 1), NEVER)
@@ -178,10 +96,6 @@ def test_arrays_hold_the_bytes_that_the_cost_model_counts(name, tracked, tmp_pat
     up = {k: v for k, v in kinds.up._asdict().items() if tracked or k not in algo.tracked_only}
     reply = Reply(*request[:4], up, {}, 0.5, 3)
     assert held(reply_content(reply)) == cost.up + tracked * cost.up_tracked
-
-
-def held(content):
-    return sum(len(a.data) for record in content.array_records.values() for a in record.values())
 
 
 def test_what_is_sent_in_a_run_is_what_its_history_says(tmp_path):

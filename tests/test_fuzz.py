@@ -18,8 +18,8 @@ def fuzz(*arguments):
 
 
 def test_bad_input_is_refused_with_a_message():
-    budget = {"specs": 40, "arguments": 120, "data": 80, "folders": 30}
-    done = fuzz("cache=20", *(f"{name}={count}" for name, count in budget.items()))
+    budget = {"specs": 15, "arguments": 40, "data": 25, "folders": 10}
+    done = fuzz("cache=5", *(f"{name}={count}" for name, count in budget.items()))
     assert done.returncode == 0, done.stdout + done.stderr
     for name, count in budget.items():
         accepted, refused = map(

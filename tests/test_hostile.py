@@ -21,7 +21,6 @@ from fadamgc.flower.coordinator import Scale
 from fadamgc.flower.protocol import RefusedError, Request, Stamp, StoredState, resolve_pending
 from fadamgc.flower.server_store import ServerStore
 from problems import class_task
-from test_federation import SETTINGS, SIZES, World
 
 flwr = pytest.importorskip("flwr", reason="Flower is not installed")
 
@@ -48,7 +47,8 @@ from fadamgc.flower.inbox import ObjectInbox, SizeLimit, ThreadInbox, TooLargeEr
 from fadamgc.flower.serverapp import make_coordinator  # noqa: E402
 from fadamgc.flower.strategy import BARRED_ROUNDS, TooFewClientsError  # noqa: E402
 from fadamgc.flower.wire import ARRAY_ENCODING, TrainRequest, read_request, request_content  # noqa: E402
-from test_flower import LOCAL, Here, alone, app_of, make  # noqa: E402, F401
+from in_process_grid import LOCAL, Here, app_of, make  # noqa: E402
+from world import SETTINGS, SIZES, World  # noqa: E402
 
 
 def simulated(task, rounds, **more):

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fadamgc
-from test_federation import World
+from world import World
 
 OLD = Path(__file__).parent / "old_files"
 COMMON = {"sampled": 3, "tracked": 2, "local_steps": 3, "batch_size": 4, "seed": 5, "progress": False}

@@ -19,10 +19,9 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
+from command import fadamgc
 from fadamgc import CostModel, bundle, errors
-from fadamgc.cli.main import app
 from fadamgc.errors import CheckpointError, InputError
 from fadamgc.experiments.folder import ExperimentFolder
 from fadamgc.experiments.report import plots
@@ -99,13 +98,6 @@ name = "four"
 value = 4
 task = { clients = 4 }
 """.replace("RUN_SECTION\n", RUN)
-
-
-def fadamgc(*words):
-    result = CliRunner().invoke(app, list(map(str, words)))
-    assert "Traceback" not in result.output
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result
 
 
 def spec_of(eta_l=0.05, **run):

@@ -162,7 +162,7 @@ def resumed(algo: Any, task: Any, common: dict[str, Any]) -> dict[str, Any]:
 
 
 def federation(algo: Any) -> dict[str, Any]:
-    from test_federation import SIZES, World
+    from world import SIZES, World
 
     options: dict[str, Any] = {}
     if algo.full_participation:

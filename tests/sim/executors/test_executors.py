@@ -686,14 +686,6 @@ def test_an_error_in_a_thread_names_the_client_and_stops_the_others():
 # The choice
 
 
-@pytest.fixture
-def two_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
 def chosen(monkeypatch, seconds, task, **options):
     monkeypatch.setattr(auto, "LONG_RUN", 0)
     monkeypatch.setattr(auto, "_step_seconds", lambda executor, *_: seconds[executor.name])

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from command import fadamgc, hear_interrupts, process
 from fadamgc.cli.main import app
 from fadamgc.experiments.folder import ExperimentFolder
 
@@ -41,26 +41,6 @@ algorithm = "local_adam"
 [[method]]
 algorithm = "fadamgc"
 """
-
-
-def fadamgc(*arguments: object):
-    """The command in this process."""
-    result = CliRunner().invoke(app, [str(a) for a in arguments])
-    assert "Traceback" not in result.output
-    assert result.exception is None or isinstance(result.exception, SystemExit)
-    return result
-
-
-def process(*arguments: object, **options: object) -> subprocess.Popen[str]:
-    """The command in a process of its own, as the shell starts it."""
-    command = [sys.executable, "-c", "from fadamgc.cli.main import main; main()", *map(str, arguments)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, **pipes | options)
-
-
-def hear_interrupts() -> None:
-    """As in a terminal; what a shell has put into the background would ignore them."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -9,9 +11,11 @@ from torch.nn import functional as F
 
 import fadamgc
 from fadamgc.data import digits, partition, synthetic
+from fadamgc.sim.executors import VectorizedExecutor
 from problems import class_task, linear_task
 
 EXECUTORS = pytest.mark.parametrize("executor", ["loop", "threads", "vectorized"])
+NOT_COMPILED = partial(VectorizedExecutor, compile=False)
 
 
 def simulate(algo, task, executor="loop", **options):
@@ -138,18 +142,18 @@ def test_the_optimum_is_no_fixed_point_of_the_others(algo):
     assert float((run.x - data.optimum).abs().max()) > 0.05
 
 
-@pytest.mark.parametrize("sampled", [10, 3])
-def test_fadamgc_converges_to_the_optimum_of_ten_quadratics(sampled):
+@pytest.mark.parametrize(("sampled", "long"), [(10, 200), (3, 500)])
+def test_fadamgc_converges_to_the_optimum_of_ten_quadratics(sampled, long):
     data = synthetic.quadratics(clients=10, dim=5)
-    options = {"rounds": 500, "sampled": sampled, "local_steps": 5, "batch_size": None, "eval_every": 500}
+    options = {"sampled": sampled, "local_steps": 5, "batch_size": None, "eval_every": 500}
     task = linear_task(data)
 
-    def distance(algo):
-        run = simulate(algo, task, executor="vectorized", **options)
+    def distance(algo, rounds=200):
+        run = simulate(algo, task, executor=NOT_COMPILED, rounds=rounds, **options)
         return float((run.x - data.optimum).abs().max())
 
     assert distance(fadamgc.FAdamGC(eta_l=0.05)) < 1e-10
-    assert distance(fadamgc.FAdamGC(eta_l=0.05, v_hat="restart")) > 1e-4
+    assert distance(fadamgc.FAdamGC(eta_l=0.05, v_hat="restart"), rounds=long) > 1e-4  # it leaves slowly
     assert distance(fadamgc.LocalAdam(eta_l=0.05)) > 0.05
     assert distance(fadamgc.FANT(eta_l=0.05)) > 0.05
 
@@ -157,7 +161,7 @@ def test_fadamgc_converges_to_the_optimum_of_ten_quadratics(sampled):
 def test_fadamgc_converges_on_linear_regression_with_clients_of_different_size():
     data = synthetic.linear_regression(clients=8, dim=4, samples=(5, 40))
     run = simulate(
-        fadamgc.FAdamGC(eta_l=0.02), linear_task(data), executor="vectorized", rounds=300, sampled=4,
+        fadamgc.FAdamGC(eta_l=0.02), linear_task(data), executor=NOT_COMPILED, rounds=300, sampled=4,
         tracked=2, local_steps=5, batch_size=None, eval_every=300,
     )  # fmt: skip
     assert float((run.x - data.optimum).abs().max()) < 1e-8
@@ -178,7 +182,7 @@ def test_weighted_runs_find_the_optimum_of_the_weighted_mean():
 
     for algo in (fadamgc.FAdamGC(eta_l=0.1), fadamgc.Scaffold(eta_l=0.1)):
         run = simulate(
-            algo, linear_task(data), executor="vectorized", rounds=200, sampled=3, local_steps=5,
+            algo, linear_task(data), executor=NOT_COMPILED, rounds=200, sampled=3, local_steps=5,
             batch_size=None, eval_every=200, weights="size", callbacks=[check],
         )  # fmt: skip
         assert float((run.x - pooled).abs().max()) < 1e-8
@@ -201,7 +205,7 @@ def test_fadamgc_is_ahead_of_local_adam_on_digits(seed):
     options = {"rounds": 60, "sampled": 10, "local_steps": 20, "batch_size": 16, "seed": seed, "target": 0.9}
 
     def rounds(algo, tracked=None):
-        run = fadamgc.simulate(algo, task, executor="vectorized", tracked=tracked, **options)
+        run = fadamgc.simulate(algo, task, executor=NOT_COMPILED, tracked=tracked, **options)
         return run.rounds_to(0.9) or 61
 
     full = rounds(fadamgc.FAdamGC(eta_l=3e-3))

@@ -32,28 +32,14 @@ from fadamgc.federation.functions import TaskFunctions
 from fadamgc.models import text as models
 from fadamgc.models.pretrained import TARGETS, default_adapters, load_base, lora
 from fadamgc.models.text import TextClassifier, encode
+from problems import REPRESENTATIVES
 
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("FADAMGC_CACHE", str(tmp_path / "cache"))
-
-
-@pytest.fixture(scope="module")
-def bases(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("bases")
-    return {name: make(folder / name) for name, make in tiny.KINDS.items()}
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     return tiny.csv(tmp_path_factory.mktemp("data") / "reviews.csv")
-
-
-@pytest.fixture
-def folders(tmp_path, monkeypatch):
-    monkeypatch.setenv("FADAMGC_DATA", str(tmp_path / "data"))
-    return tmp_path / "data"
 
 
 def task_of(base, data, **options):
@@ -259,11 +245,15 @@ def test_layers_computed_beforehand_change_nothing(bases, data, kind, upper):
 # Tasks.
 
 
-@pytest.mark.parametrize("kind", tiny.KINDS)
-@pytest.mark.parametrize("name", fadamgc.algorithms())
-def test_the_fast_executor_gives_the_loops_numbers(bases, data, kind, name):
+@pytest.mark.parametrize(
+    ("kind", "algo"),
+    [
+        pytest.param("bert", REPRESENTATIVES["fadamgc"], id="bert-fadamgc"),
+        *(pytest.param("gpt2", algo, id=f"gpt2-{name}") for name, algo in REPRESENTATIVES.items()),
+    ],
+)
+def test_the_fast_executor_gives_the_loops_numbers(bases, data, kind, algo):
     task = task_of(bases[kind], data)
-    algo = fadamgc.make_algorithm(name)
     some = {} if algo.full_participation else {"sampled": 2}
     options = some | {"rounds": 2, "local_epochs": 1, "batch_size": 8, "progress": False}
     one, two = (fadamgc.simulate(algo, task, executor=e, **options) for e in ("loop", "threads"))
@@ -303,6 +293,7 @@ def test_dropout_of_adapters_alone(bases, data, kind):
     assert not torch.equal(runs[0].x, runs[2].x)
 
 
+@pytest.mark.usefixtures("two_threads")
 def test_auto_leaves_out_what_cannot_run_the_model(bases, data, monkeypatch):
     tried = []
 
@@ -312,13 +303,8 @@ def test_auto_leaves_out_what_cannot_run_the_model(bases, data, monkeypatch):
 
     monkeypatch.setattr("fadamgc.sim.executors.threads.ThreadsExecutor.run", fails)
     monkeypatch.setattr("fadamgc.sim.executors.auto.LONG_RUN", 0)
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        options = {"rounds": 1, "local_epochs": 1, "batch_size": 8, "progress": False}
-        run = fadamgc.simulate(fadamgc.FAdamGC(), task_of(bases["bert"], data), **options)
-    finally:
-        torch.set_num_threads(before)
+    options = {"rounds": 1, "local_epochs": 1, "batch_size": 8, "progress": False}
+    run = fadamgc.simulate(fadamgc.FAdamGC(), task_of(bases["bert"], data), **options)
     assert tried
     assert run.settings["executor"] != "threads"
 
@@ -592,9 +578,8 @@ def test_a_federation_sends_adapters_and_nothing_else(bases, data, tmp_path):
     from fadamgc.flower.clientapp import client_number
     from fadamgc.flower.coordinator import Coordinator
     from fadamgc.flower.strategy import Strategy
-    from test_flower import Here, TaskIdentity, held
+    from in_process_grid import Here, held
 
-    TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
     task = task_of(bases["bert"], data, clients=2)
     app = client_app(lambda context: (task.model, task.loss, task.pairs[client_number(context)]))
     settings = Settings(rounds=2, local_epochs=1, batch_size=8)

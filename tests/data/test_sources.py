@@ -10,11 +10,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import sets
+from command import fadamgc
 from fadamgc import cache
-from fadamgc.cli.main import app
 from fadamgc.data import digits, har, images
 from fadamgc.data.check import check
 from fadamgc.data.sources import SOURCES, data_root, files_of, get, source
@@ -23,17 +22,7 @@ from fadamgc.models import ImageInput
 from fadamgc.tasks.build import build_task, label_counts
 from fadamgc.tasks.sections import task_spec
 
-
-@pytest.fixture(autouse=True)
-def folders(tmp_path, monkeypatch):
-    monkeypatch.setenv("FADAMGC_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("FADAMGC_DATA", str(tmp_path / "data"))
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    return tmp_path / "data"
-
-
-def fadamgc(*words):
-    return CliRunner().invoke(app, list(map(str, words)))
+pytestmark = pytest.mark.usefixtures("folders")
 
 
 # Where they are

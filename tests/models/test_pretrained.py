@@ -31,12 +31,6 @@ from fadamgc.models.text import TextClassifier, encode  # noqa: E402
 TEXTS = "text,label\ngood film,0\nbad film,1\na lovely plot,0\nawful,1\n"
 
 
-@pytest.fixture(scope="module")
-def bases(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("bases")
-    return {name: make(folder / name) for name, make in tiny.KINDS.items()}
-
-
 @pytest.fixture
 def own(tmp_path):
     path = tmp_path / "own.csv"

@@ -10,11 +10,10 @@ from random import Random
 from statistics import fmean, mode
 
 import pytest
-from typer.testing import CliRunner
 
 import sets
+from command import fadamgc
 from fadamgc import simulate
-from fadamgc.cli.main import app
 from fadamgc.errors import InputError
 from fadamgc.experiments.folder import ExperimentFolder
 from fadamgc.experiments.planned_run import PlannedRun
@@ -68,20 +67,6 @@ fadamgc = 0.5
 [paper.every_method]
 tracked = 1
 """
-
-
-@pytest.fixture
-def data(tmp_path, monkeypatch):
-    monkeypatch.setenv("FADAMGC_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("FADAMGC_DATA", str(tmp_path / "data"))
-    return tmp_path / "data"
-
-
-def fadamgc(*words):
-    result = CliRunner().invoke(app, list(map(str, words)))
-    assert "Traceback" not in result.output
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result
 
 
 # What they are
@@ -229,8 +214,8 @@ def test_a_study_tunes_on_one_experiment_and_sums_up_all(tmp_path, monkeypatch):
     assert "--resume continues it" in refused.output.replace("\n", " ")
 
 
-def test_a_study_without_its_data_says_what_to_do(data, tmp_path):
-    data.mkdir()
+def test_a_study_without_its_data_says_what_to_do(folders, tmp_path):
+    folders.mkdir()
     shown = fadamgc("reproduce", "main-cifar10", "--out", tmp_path / "out")
     assert shown.exit_code == 2
     assert "huggingface.co/datasets/uoft-cs/cifar10" in shown.output.replace("\n", "")
@@ -238,8 +223,8 @@ def test_a_study_without_its_data_says_what_to_do(data, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["main-cifar10", "har"])
-def test_the_laptop_scale_runs_from_end_to_end(data, tmp_path, name):
-    (sets.cifar10(data, train=300) if name != "har" else sets.har(data))
+def test_the_laptop_scale_runs_from_end_to_end(folders, tmp_path, name):
+    (sets.cifar10(folders, train=300) if name != "har" else sets.har(folders))
     words = (
         "--no-tune",
         "--rounds",
@@ -259,9 +244,9 @@ def test_the_laptop_scale_runs_from_end_to_end(data, tmp_path, name):
         assert (tmp_path / "out" / file).stat().st_size > 100
 
 
-def test_the_paper_scale_starts_stops_and_goes_on(data, tmp_path):
+def test_the_paper_scale_starts_stops_and_goes_on(folders, tmp_path):
     """ResNet-18 with a hundred clients, on a cut-down data set and with fewer local steps."""
-    sets.cifar10(data, train=250, test=10)
+    sets.cifar10(folders, train=250, test=10)
     (member,) = load_study("main-cifar10", "paper").members
     spec = member.spec.only(["fadamgc"]).replace(
         "run", rounds=2, local_steps=1, sampled=2, seeds=(0,), tracked=1
