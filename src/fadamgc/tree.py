@@ -73,7 +73,7 @@ def skeleton(state: StateT) -> StateT:
 
 def names(state: Any, prefix: str = "") -> list[str]:
     """Return one name per leaf: ``prefix``, the names of the states around it, and its own."""
-    result = []
+    result: list[str] = []
     for field, value in zip(state._fields, state, strict=True):
         name = f"{prefix}.{field}" if prefix else field
         result += names(value, name) if isinstance(value, tuple) else [name]
