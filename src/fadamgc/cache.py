@@ -94,7 +94,7 @@ def _write(file: BinaryIO, name: str, array: npt.NDArray[Any]) -> None:
     array = np.asarray(array, order="C")
     header = io.BytesIO()
     np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(array))
-    content = header.getvalue(), memoryview(array.reshape(-1).view(np.uint8))
+    content = header.getvalue(), array.reshape(-1).view(np.uint8).data
     for part in (*content, _digest(name, *content)):
         file.write(part)
 
