@@ -37,6 +37,7 @@ from fadamgc.tasks import build
 from fadamgc.tasks.build import build_task, label_counts
 from fadamgc.tasks.sections import TASKS
 from fadamgc.toml import toml_value
+from places import ROOT
 
 TINY = """
 name = "tiny"
@@ -836,7 +837,7 @@ def test_a_checkpoint_of_other_settings_is_not_gone_on_from(tmp_path):
 
 
 def test_the_docs_name_every_key_and_their_example_is_a_spec():
-    page = (Path(__file__).parent.parent / "docs" / "specs.md").read_text()
+    page = (ROOT / "docs" / "specs.md").read_text()
     example = re.search(r"```toml\n(.*?)```", page, re.DOTALL)
     assert example
     assert parse_spec(example.group(1), "docs").name == "my-experiment"

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -48,6 +47,7 @@ from fadamgc.flower.wire import (  # noqa: E402
 from fadamgc.tasks.build import build_task  # noqa: E402
 from fadamgc.tasks.sections import DigitsTask  # noqa: E402
 from in_process_grid import LOCAL, SIZES, Here, app_of, held, make  # noqa: E402
+from places import ROOT  # noqa: E402
 from problems import REPRESENTATIVES, class_task  # noqa: E402
 
 # The same numbers.
@@ -545,7 +545,7 @@ def test_every_setting_of_a_run_is_a_key_or_cannot_be_one():
     }
     names = {field.name for field in dataclasses.fields(Settings)}
     assert set(NOT_IN_CONFIG) <= names
-    text = (Path(__file__).parents[1] / "docs" / "flower.md").read_text()
+    text = (ROOT / "docs" / "flower.md").read_text()
     assert all(f"`{key}`" in text for key in config_keys())
 
 

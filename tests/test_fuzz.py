@@ -5,16 +5,17 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+
+from places import ROOT
 
 pytest.importorskip("resource")  # and with it, fork
 
 
 def fuzz(*arguments):
     command = [sys.executable, "-m", "tests.fuzz", "--seed", "0", *arguments]
-    return subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
 def test_bad_input_is_refused_with_a_message():

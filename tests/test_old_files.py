@@ -15,9 +15,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import fadamgc
+from places import TESTS
 from world import World
 
-OLD = Path(__file__).parent / "old_files"
+OLD = TESTS / "old_files"
 COMMON = {"sampled": 3, "tracked": 2, "local_steps": 3, "batch_size": 4, "seed": 5, "progress": False}
 ALGORITHM = fadamgc.FAdamGC(eta_l=0.05)
 

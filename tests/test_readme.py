@@ -21,8 +21,8 @@ from fadamgc.experiments.report.tables import results_markdown
 from fadamgc.experiments.spec.toml_io import preset
 from fadamgc.methods import algorithm_class
 from fadamgc.paper import comparison
+from places import ROOT
 
-ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
 

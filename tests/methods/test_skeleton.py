@@ -3,16 +3,16 @@
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import torch
+from test_algorithms import local_round, same, vec
+from test_transcription import PARTIAL, K, make_problem, make_task
 
 import fadamgc
 from fadamgc.algorithm import Cohort
+from places import ROOT
 from skeleton import MyMethod
-from test_algorithms import local_round, same, vec
-from test_transcription import PARTIAL, K, make_problem, make_task
 
 
 def test_two_steps_by_hand():
@@ -69,13 +69,12 @@ def test_transcription():
 
 def test_one_file_and_one_line_add_an_algorithm(tmp_path):
     """The steps of docs/extending.md, in a copy of the package."""
-    root = Path(__file__).parent.parent
-    shutil.copytree(root / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
     methods = tmp_path / "src" / "fadamgc" / "methods"
-    shutil.copy(root / "docs" / "skeleton.py", methods / "my_method.py")
+    shutil.copy(ROOT / "docs" / "skeleton.py", methods / "my_method.py")
     text = (methods / "__init__.py").read_text()
     line = "from fadamgc.methods.my_method import MyMethod as MyMethod"
-    assert line in (root / "docs" / "extending.md").read_text()
+    assert line in (ROOT / "docs" / "extending.md").read_text()
     (methods / "__init__.py").write_text(text.replace("# isort: on\n", f"{line}\n# isort: on\n"))
     program = (
         "import fadamgc\n"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import gzip
 import re
-from pathlib import Path
 from random import Random
 from statistics import fmean, mode
 
@@ -26,6 +25,7 @@ from fadamgc.experiments.spec.sections import TuneSpec
 from fadamgc.experiments.tune import Point, _raced, tune
 from fadamgc.paper.study import SCALES, load_study, parse_study, studies
 from fadamgc.tasks.build import build_task
+from places import ROOT
 
 SEVEN = ["FedAvg-M", "SCAFFOLD-M", "FedAdam", "FedAMS", "LocalAdam", "FA-NT", "FAdamGC"]
 SMALL = """
@@ -95,7 +95,7 @@ def test_every_study_is_complete_at_both_scales(name, scale):
 @pytest.mark.parametrize("name", studies())
 def test_every_study_names_the_executor_of_its_records(name):
     assert all(member.spec.run.executor != "auto" for s in SCALES for member in load_study(name, s).members)
-    records = Path(__file__).parent.parent / "results" / name
+    records = ROOT / "results" / name
     if not records.is_dir():  # the curves are those of other studies
         assert name == "curves"
         return

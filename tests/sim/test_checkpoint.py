@@ -28,9 +28,9 @@ from fadamgc.bundle import Journal, write_bundle
 from fadamgc.federation.client_states import ClientStates
 from fadamgc.federation.run import described, server_tensors
 from killed import ROUNDS, run
+from places import TESTS
 from problems import class_task, mlp
 
-HERE = Path(__file__).parent
 OPTIONS = {"rounds": 4, "sampled": 3, "tracked": 2, "local_steps": 2, "batch_size": 4, "seed": 0}
 
 
@@ -58,11 +58,11 @@ def test_kill_at_random_moments_and_resume(tmp_path):
     """kill -9, again and again; the run that comes out is the one that was never stopped."""
     whole = run(None)
     folder, out = tmp_path / "checkpoint", tmp_path / "out"
-    command = [sys.executable, str(HERE / "killed.py"), str(folder), str(out)]
+    command = [sys.executable, str(TESTS / "killed.py"), str(folder), str(out)]
     moments = random.Random(int(os.environ.get("FADAMGC_KILL_SEED", "0")))
     kills = 0
     for _ in range(4):
-        process = subprocess.Popen(command, cwd=HERE, stdout=subprocess.PIPE, text=True)
+        process = subprocess.Popen(command, cwd=TESTS, stdout=subprocess.PIPE, text=True)
         try:
             assert process.stdout is not None
             first = process.stdout.readline()  # the first round of this life is done
@@ -77,7 +77,7 @@ def test_kill_at_random_moments_and_resume(tmp_path):
             break
     assert kills >= 2
     assert not out.exists() or kills < 4
-    subprocess.run(command, cwd=HERE, check=True, timeout=120, stdout=subprocess.DEVNULL)
+    subprocess.run(command, cwd=TESTS, check=True, timeout=120, stdout=subprocess.DEVNULL)
     assert_same_run(fadamgc.load_run(out), whole)
 
 
@@ -126,8 +126,8 @@ def test_a_task_is_the_same_in_every_process():
     seen = {
         subprocess.run(
             [sys.executable, "-c", code],
-            cwd=HERE,
-            env=os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": str(HERE)},
+            cwd=TESTS,
+            env=os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": str(TESTS)},
             check=True,
             capture_output=True,
             text=True,
@@ -351,8 +351,8 @@ def test_a_folder_in_use_is_refused(tmp_path):
 
 def test_a_folder_that_another_process_uses_is_refused(tmp_path):
     folder = tmp_path / "checkpoint"
-    command = [sys.executable, str(HERE / "killed.py"), str(folder), str(tmp_path / "out")]
-    process = subprocess.Popen(command, cwd=HERE, stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, str(TESTS / "killed.py"), str(folder), str(tmp_path / "out")]
+    process = subprocess.Popen(command, cwd=TESTS, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         process.stdout.readline()
@@ -475,7 +475,7 @@ def test_a_lock_that_was_removed_stops_the_run(tmp_path):
 
 def test_the_working_directory_may_change(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    run = simulate(Path("c"), rounds=4, states="files", callbacks=[lambda end: os.chdir(HERE)])
+    run = simulate(Path("c"), rounds=4, states="files", callbacks=[lambda end: os.chdir(TESTS)])
     assert_same_run(fadamgc.load_run(tmp_path / "c"), run)
 
 

@@ -17,6 +17,7 @@ import fadamgc
 from fadamgc.federation.client_states import ClientStates
 from fadamgc.sim import file_states as states
 from fadamgc.sim.file_states import FileStates, Slots
+from places import TESTS
 from problems import REPRESENTATIVES, class_task, settings_for
 
 SHORT = {"rounds": 6, "local_steps": 3, "batch_size": 8, "seed": 2}
@@ -142,10 +143,10 @@ def test_a_full_disk_loses_nothing(tmp_path):
     """The file may grow to one state: the second is refused, and the checkpoint stays what it was."""
     code = f"""
 import resource, signal, sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+sys.path[:0] = [{str(TESTS)!r}, {str(Path(__file__).parent)!r}]
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 import fadamgc
-from test_states import simulate
+from test_file_states import simulate
 simulate(fadamgc.FAdamGC(), states="files", rounds=2, checkpoint={str(tmp_path / "c")!r})
 resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))
 try:

@@ -36,6 +36,7 @@ from fadamgc.sim.executors.trace import liftable, pointwise, record
 from fadamgc.sim.executors.trainer import Trainer
 from fadamgc.sim.resources import Resources
 from fadamgc.sim.simulate import start_from
+from places import TESTS
 from problems import EVEN, class_task, mlp
 
 needs_compiler = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
@@ -269,7 +270,7 @@ code = compiled(record(step, arguments), arguments)
 assert code.machine
 assert "torch._inductor.compile_fx" not in sys.modules
 """
-    paths = [str(Path(fadamgc.__file__).parents[1]), str(Path(__file__).parent)]
+    paths = [str(Path(fadamgc.__file__).parents[1]), str(TESTS), str(Path(__file__).parent)]
     environment = {**os.environ, "FADAMGC_CACHE": str(compiled_step[1]), "PYTHONPATH": os.pathsep.join(paths)}
     subprocess.run([sys.executable, "-c", program], env=environment, check=True)
 
