@@ -16,17 +16,20 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 StateT = TypeVar("StateT")
+CONTAINERS = (tuple, list, dict)
 
 
 def leaves(state: Any) -> list[Tensor]:
     """Return the tensors of a state, depth first."""
-    if state is None:
-        return []
-    if isinstance(state, dict):
-        state = tuple(state.values())
-    if isinstance(state, (tuple, list)):
-        return [leaf for part in state for leaf in leaves(part)]
-    return [state]
+    if not isinstance(state, CONTAINERS):
+        return [] if state is None else [state]
+    tensors = []
+    for part in state.values() if isinstance(state, dict) else state:
+        if isinstance(part, Tensor):
+            tensors.append(part)
+        else:
+            tensors += leaves(part)
+    return tensors
 
 
 def rebuild(like: StateT, tensors: Iterable[Any]) -> StateT:
@@ -40,24 +43,22 @@ def rebuild(like: StateT, tensors: Iterable[Any]) -> StateT:
     Point(x=1, y=Point(x=2, y=3))
     """
     rest = iter(tensors)
-    state: StateT = _rebuild(like, rest)
+    try:
+        state: StateT = _rebuild(like, rest)
+    except StopIteration:
+        raise ValueError("there are fewer tensors than leaves") from None
     if next(rest, rest) is not rest:
         raise ValueError("there are more tensors than leaves")
     return state
 
 
 def _rebuild(like: Any, rest: Iterator[Any]) -> Any:
-    if like is None:
-        return None
+    if not isinstance(like, CONTAINERS):
+        return None if like is None else next(rest)
     if isinstance(like, dict):
         return {key: _rebuild(part, rest) for key, part in like.items()}
-    if isinstance(like, (tuple, list)):
-        parts = [_rebuild(part, rest) for part in like]
-        return type(like)(*parts) if hasattr(like, "_fields") else type(like)(parts)
-    try:
-        return next(rest)
-    except StopIteration:
-        raise ValueError("there are fewer tensors than leaves") from None
+    parts = [next(rest) if isinstance(part, Tensor) else _rebuild(part, rest) for part in like]
+    return type(like)(*parts) if hasattr(like, "_fields") else type(like)(parts)
 
 
 def map_leaves(function: Callable[..., Any], state: StateT, *others: Any) -> StateT:
