@@ -44,7 +44,7 @@ def write_atomic(path: Path, data: bytes | Callable[[BinaryIO], object], private
 
 @contextmanager
 def replacing(folder: Path, name: str, private: bool) -> Iterator[tuple[BinaryIO, Callable[[Path], None]]]:
-    """Open a temporary file; yield it, and a function that closes the complete file and moves it to a path."""
+    """Open a temporary file; yield it, and a function that closes the complete file and moves it."""
     temporary = folder / f".{name}.{os.getpid()}-{this_machine()}-{secrets.token_hex(4)}.tmp"
     _being_written.add(temporary.name)
     try:

@@ -68,7 +68,7 @@ def map_leaves(function: Callable[..., Any], state: StateT, *others: Any) -> Sta
 
 def names(state: Any, prefix: str = "") -> list[str]:
     """Return one name per leaf: ``prefix``, the names of the states around it, and its own."""
-    result = []
+    result: list[str] = []
     for field, value in zip(state._fields, state, strict=True):
         name = f"{prefix}.{field}" if prefix else field
         result += names(value, name) if isinstance(value, tuple) else [name]
