@@ -44,11 +44,11 @@ def load(root: Path | None = None) -> Har:
             raise InputError(f"{path}: there is no array {name!r}; it has {', '.join(arrays)}")
         array = arrays[name]
         if array.ndim == 0 or array.shape[1:] != shape or len(array) != len(arrays["x"]):
-            accepted = ", ".join(map(str, ("n", *shape)))
-            raise InputError(f"{path}: {name!r} has shape {array.shape}, not ({accepted}) with the n of 'x'")
+            accepted = f"({', '.join(map(str, ('n', *shape)))}), n as of 'x'"
+            raise InputError(f"{path}: {name!r} has shape {array.shape}; it must be {accepted}")
         kinds, accepted = ("biuf", "numbers") if name == "x" else ("biu", "integers")
         if array.dtype.kind not in kinds:
-            raise InputError(f"{path}: {name!r} is of {array.dtype}; it must have {accepted}")
+            raise InputError(f"{path}: {name!r} is of {array.dtype}; it must be of {accepted}")
         if not np.isfinite(array).all():
             raise InputError(f"{path}: {name!r} has numbers that are not finite; download it again")
     x, y, subject, is_test = (arrays[name] for name in SHAPES)

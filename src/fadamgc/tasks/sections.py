@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -92,7 +92,7 @@ class ImagesTask(LabelledTask):
     @model_validator(mode="after")
     def _check_norm(self) -> ImagesTask:
         if self.norm == "batch" and self.model in ("mlp", "cnn"):
-            raise ValueError("norm='batch' is for resnets; the cnn has group norm, the mlp has no norm")
+            raise ValueError("norm='batch' is for the resnets; the cnn has group norm, the mlp has no norm")
         return self
 
 
@@ -186,18 +186,7 @@ TaskSpec: TypeAlias = (
     DigitsTask | ImagesTask | HarTask | TextTask | QuadraticsTask | LinearRegressionTask | CustomTask
 )
 TASKS: dict[str, type[TaskSpec]] = {
-    "digits": DigitsTask,
-    "cifar10": ImagesTask,
-    "cifar100": ImagesTask,
-    "tiny-imagenet": ImagesTask,
-    "uci_har": HarTask,
-    "20_newsgroups": TextTask,
-    "glue/sst2": TextTask,
-    "glue/qnli": TextTask,
-    "glue/qqp": TextTask,
-    "quadratics": QuadraticsTask,
-    "linear_regression": LinearRegressionTask,
-    "custom": CustomTask,
+    name: kind for kind in get_args(TaskSpec) for name in get_args(kind.model_fields["data"].annotation)
 }
 RUNNABLE = tuple(name for name in TASKS if name != "custom")
 
