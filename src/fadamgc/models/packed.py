@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 class Layout(NamedTuple):
-    """Where the tokens of a batch are, in (texts, length) with padding and in (tokens,) without."""
+    """The positions of a batch's tokens: in (texts, length), with padding, and in (tokens,), without."""
 
     mask: Tensor  # (texts, length): False is padding
     position: Tensor  # (tokens,): the token's index in the flattened mask
@@ -157,7 +157,7 @@ KINDS: dict[str, type[_Bert | _Gpt2]] = {
 
 
 def packed(classifier: nn.Module) -> Packed | None:
-    """Return the parts of a classifier of transformers; None if it cannot be computed without padding."""
+    """Return the parts of a classifier of transformers; None if this module does not support it."""
     kind = KINDS.get(type(classifier).__name__)
     config: Any = getattr(classifier, "config", None)
     if kind is None or (kind is _Bert and config.is_decoder) or config.add_cross_attention:

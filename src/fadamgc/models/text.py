@@ -144,7 +144,7 @@ def without_lower_layers(model: TextClassifier, base: Base, upper_layers: int) -
     if any(p.requires_grad for module in _lower_modules(parts, first) for p in module.parameters()):
         raise InputError(
             f"upper_layers={upper_layers} does not train the layers below, but the adapters' config "
-            "trains something there; omit upper_layers, or bias and modules_to_save below it"
+            "trains something there; omit upper_layers, or bias and modules_to_save for these layers"
         )
     for name in parts.embeddings:
         setattr(parts.body, name, nn.Identity())
