@@ -356,7 +356,7 @@ def test_lower_layers_that_do_not_fit_into_memory_are_refused(bases, own, monkey
         (b"text,text,label\ngood,bad,0\n", {}, "there is more than one column 'text'"),
         (b"text,label\n", {}, "own.csv: there are no rows of texts"),
         (TEXTS.encode(), {"columns": "review"}, "there is no column 'review'; it has text, label"),
-        (TEXTS.encode(), {"columns": ("text",) * 3}, "give one column of texts, or two"),
+        (TEXTS.encode(), {"columns": ("text",) * 3}, "it must be one column of texts, or two"),
         (TEXTS.encode(), {"test": "nothing.csv"}, "test='nothing.csv' does not exist"),
         (TEXTS.encode(), {"test": "/"}, "test='/' is not a file"),
         (TEXTS.encode(), {"length": 2.5}, "length=2.5 is not accepted"),

@@ -95,7 +95,7 @@ def _collect(
             part += values
         labels.append(y)
     if not parts[0]:
-        raise InputError(f"{place}: there are no rows with texts; give another file or folder")
+        raise InputError(f"{place}: there are no rows of texts; give another file or folder")
     return Texts(parts[0], parts[1] if len(parts) > 1 else None, np.concatenate(labels))
 
 
