@@ -166,12 +166,12 @@ def _with_padding(base: str | Path, tokenizer: Any, vocabulary_size: int | None)
     from transformers import PreTrainedTokenizerBase
 
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        raise not_accepted("tokenizer", tokenizer, "one of transformers, as of AutoTokenizer.from_pretrained")
+        raise not_accepted("tokenizer", tokenizer, "one of transformers (AutoTokenizer.from_pretrained)")
     vocabulary = tokenizer.get_vocab()
     if len(vocabulary) <= len(set(tokenizer.all_special_ids)):
         raise InputError(
-            f"base={str(base)!r} has no tokenizer's files, such as tokenizer.json; put them into its folder, "
-            "or give tokenizer="
+            f"base={str(base)!r} has no tokenizer's files, such as tokenizer.json; put them into its "
+            "folder, or give tokenizer="
         )
     if vocabulary_size is not None and max(vocabulary.values()) >= vocabulary_size:
         raise InputError(
@@ -189,14 +189,17 @@ def _with_padding(base: str | Path, tokenizer: Any, vocabulary_size: int | None)
 def _adapted(
     base: str | Path, model: Any, adapters: Any, upper_layers: int | None, fresh: Sequence[str]
 ) -> Any:
+    """Return a model of peft: the classifier with adapters; ``fresh`` weights must be trained."""
     import peft
+    from transformers.pytorch_utils import Conv1D
 
     adapters = _checked_adapters(base, model, adapters, upper_layers, fresh)
     targets = adapters.target_modules
     modules = dict(model.base_model.named_modules())
-    linear = sorted({name.rpartition(".")[2] for name, module in modules.items() if _is_linear(module)})
+    linear = [name for name, module in modules.items() if isinstance(module, (nn.Linear, Conv1D))]
+    adaptable = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
     layers = "" if upper_layers is None else f" with upper_layers={upper_layers}"
-    nothing = f"nothing that LoRA can adapt in base={str(base)!r}{layers}; it has {', '.join(linear)}"
+    nothing = f"nothing that LoRA can adapt in base={str(base)!r}{layers}; it has {adaptable}"
     for target in sorted(targets) if isinstance(targets, (list, set)) else ():
         if not any(f".{name}".endswith(f".{target}") for name in modules):
             raise InputError(f"target_modules: {target!r} matches {nothing}")
@@ -280,10 +283,6 @@ def _positions(model: Any) -> int | None:
             return int(module.num_embeddings) - unused
     limit = real(getattr(model.config, "max_position_embeddings", None))
     return int(limit) if limit is not None and limit > 0 else None
-
-
-def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
 
 
 def _check_packages() -> None:
