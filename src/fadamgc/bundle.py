@@ -30,7 +30,7 @@ from fadamgc.files import make_folder, remove_leftovers, replacing, unwritable, 
 
 FORMAT = 1
 CHUNK = 1 << 22  # bytes that are read at a time
-# Limits for a compressed JSON file; those of real runs shrink at most to a hundredth of their size.
+# Limits on decompression, in bytes and as a ratio; JSON files of real runs compress at most 100 times.
 LARGEST_RECORD, LARGEST_RATIO, SMALL_RECORD = 1 << 30, 300, 1 << 20
 SAFETENSORS_NAMES = {
     torch.float64: "F64",
@@ -48,7 +48,7 @@ SAFETENSORS_NAMES = {
 
 
 class LazyTensor(NamedTuple):
-    """A tensor that is computed when it is written, so that never all tensors are in memory."""
+    """A tensor that is computed when it is written, so that only one at a time is in memory."""
 
     like: Tensor  # a tensor of the same type and shape; its values are not used
     read: Callable[[], Tensor]
@@ -136,7 +136,7 @@ def has_bundle(folder: Path, name: str) -> bool:
 
 
 def _json_file(folder: Path, name: str) -> Path:
-    """Return the path of a bundle's JSON file; the compressed one if there is no other."""
+    """Return the path of a bundle's JSON file; that of the compressed file if only that exists."""
     plain, compressed = folder / f"{name}.json", folder / f"{name}.json.gz"
     return compressed if os.path.exists(compressed) and not os.path.exists(plain) else plain
 

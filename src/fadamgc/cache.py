@@ -28,9 +28,7 @@ from fadamgc.files import DAY, user_folder, write_atomic
 ROOM = 8 << 30  # bytes; limit for all arrays in one folder
 DIGEST = hashlib.sha256().digest_size
 LONGEST_HEADER = 1 << 12  # bytes; numpy's header of an array without named fields is shorter
-PROCESS_CODE = (
-    "FADAMGC_PROCESS_CODE"  # environment variable: a process's temporary code folder, for its workers
-)
+PROCESS_CODE = "FADAMGC_PROCESS_CODE"  # variable that passes a temporary code folder to worker processes
 
 log = logging.getLogger("fadamgc")
 # Mapped files whose digest this process has checked: device, inode, size and time of the last change.
@@ -94,7 +92,7 @@ def _write(file: BinaryIO, name: str, array: npt.NDArray[Any]) -> None:
     array = np.asarray(array, order="C")
     header = io.BytesIO()
     np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(array))
-    content = header.getvalue(), array.reshape(-1).view(np.uint8).data
+    content: tuple[Any, ...] = header.getvalue(), array.reshape(-1).view(np.uint8)
     for part in (*content, _digest(name, *content)):
         file.write(part)
 

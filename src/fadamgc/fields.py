@@ -28,27 +28,27 @@ def check_fields(instance: Any) -> None:
 
 def positive(default: float) -> Any:
     """Declare a finite number > 0."""
-    return _number(default, lambda v: v > 0, "a number > 0")
+    return _field(default, lambda v: _is_finite(v) and v > 0, "a number > 0")
 
 
 def nonnegative(default: float) -> Any:
     """Declare a finite number >= 0."""
-    return _number(default, lambda v: v >= 0, "a number >= 0")
+    return _field(default, lambda v: _is_finite(v) and v >= 0, "a number >= 0")
 
 
 def optional_nonnegative(default: float | None = None) -> Any:
     """Declare a finite number >= 0, or None."""
-    return _number(default, lambda v: v >= 0, "None or a number >= 0", optional=True)
+    return _field(default, lambda v: v is None or (_is_finite(v) and v >= 0), "None or a number >= 0")
 
 
 def decay(default: float) -> Any:
     """Declare a decay rate, 0 <= beta < 1."""
-    return _number(default, lambda v: 0 <= v < 1, "a number with 0 <= value < 1")
+    return _field(default, lambda v: _is_finite(v) and 0 <= v < 1, "a number with 0 <= value < 1")
 
 
 def share(default: float) -> Any:
     """Declare a share, 0 < share <= 1."""
-    return _number(default, lambda v: 0 < v <= 1, "a number with 0 < value <= 1")
+    return _field(default, lambda v: _is_finite(v) and 0 < v <= 1, "a number with 0 < value <= 1")
 
 
 def choice(*options: str) -> Any:
@@ -68,14 +68,9 @@ def options(field: dataclasses.Field[Any]) -> tuple[Any, ...]:
     return values
 
 
-def _number(default: object, in_range: Callable[[Any], bool], accepted: str, optional: bool = False) -> Any:
-    def accepts(value: Any) -> bool:
-        number = real(value)
-        if number is None:
-            return optional and value is None
-        return math.isfinite(number) and in_range(value)
-
-    return _field(default, accepts, accepted)
+def _is_finite(value: object) -> bool:
+    number = real(value)
+    return number is not None and math.isfinite(number)
 
 
 def _field(

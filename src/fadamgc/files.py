@@ -44,7 +44,7 @@ def write_atomic(path: Path, data: bytes | Callable[[BinaryIO], object], private
 
 @contextmanager
 def replacing(folder: Path, name: str, private: bool) -> Iterator[tuple[BinaryIO, Callable[[Path], None]]]:
-    """Open a temporary file; yield it, and a function that closes it and moves it to a path."""
+    """Open a temporary file; yield it, and a function that closes the complete file and renames it."""
     temporary = folder / f".{name}.{os.getpid()}-{this_machine()}-{secrets.token_hex(4)}.tmp"
     _being_written.add(temporary.name)
     try:
@@ -77,7 +77,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def remove_leftovers(folder: Path, name: str) -> None:
-    """Remove the temporary files that killed processes left of a file; those of running processes stay.
+    """Remove temporary files of ``name`` that killed processes left; those of running processes stay.
 
     Temporary files of another machine or container stay for a day: its processes cannot be seen from here.
     """

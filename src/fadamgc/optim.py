@@ -18,15 +18,15 @@ GROUP_KEYS = ("params", "lr", "param_names", "initial_lr")
 
 
 class ClientOptimizer(Optimizer):
-    """One client's part of a federated algorithm, step by step under the caller's control.
+    """The client's part of a federated algorithm, for a loop that you write.
 
-    For the server's part, call the algorithm: ``init_server``, ``broadcast``, ``aggregate``. Vectors are
-    the trainable parameters of all groups, one after the other: with ``model.parameters()`` that is the
-    order of ``Run.x``. The client's state (y_i, v_i, ...) is part of the optimizer, is kept from round to
-    round, and is saved by ``state_dict``, also in the middle of a round. The optimizer does not handle
-    buffers such as BatchNorm's: average them separately.
+    For the server's part, call the algorithm: ``init_server``, ``broadcast``, ``aggregate``. Its vectors are
+    the trainable parameters of all groups, one after the other; with ``model.parameters()``, this is the
+    order of ``Run.x``. The optimizer keeps the client's state (y_i, v_i, ...) from round to round, and
+    ``state_dict`` saves it, also in the middle of a round. Buffers such as BatchNorm's statistics are not
+    part of the optimizer: average them separately.
 
-    A group's ``lr`` is its eta_l and may be changed by a scheduler. A change takes effect at the next
+    The ``lr`` of a group is its eta_l; a scheduler may change it. A change takes effect at the next
     ``start_round``, because rules such as SCAFFOLD's divide by the step size of the whole round. The
     server's rule of FedAvg-M and SCAFFOLD-M divides by eta_l as well: if lr differs from the algorithm's
     eta_l, aggregate with ``dataclasses.replace(algorithm, eta_l=lr)``, and use one lr for all groups.
@@ -72,18 +72,17 @@ class ClientOptimizer(Optimizer):
             )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; only before the first round, since the server's vectors have one length."""
+        """Add a group before the first round; later, the length of the vectors could not change."""
         if any(self._state(group) for group in self.param_groups):
-            raise FadamgcError("add_param_group() after the first start_round(); the vectors have one length")
+            raise FadamgcError("add_param_group() after the first start_round(); add groups before it")
         for key in param_group:
             if key not in GROUP_KEYS:
                 raise InputError(
                     f"a parameter group has no option {key!r}{nearest(key, GROUP_KEYS)}; "
-                    "it has 'lr'; all other hyperparameters are the algorithm's"
+                    "it has 'lr'; set all other hyperparameters in the algorithm"
                 )
         super().add_param_group(param_group)
-        trainable = _trainable(self.param_groups[-1])
-        kinds = {(p.dtype, p.device) for p in trainable}
+        kinds = {(p.dtype, p.device) for p in _trainable(self.param_groups[-1])}
         if len(kinds) != 1:
             raise InputError(
                 "a parameter group needs trainable parameters of one type and on one device; "
@@ -101,12 +100,12 @@ class ClientOptimizer(Optimizer):
 
     @torch.no_grad()
     def start_round(self, down: Any, gradient: Tensor | None = None) -> None:
-        """Take what the server sent: set the parameters to ``down.x`` and begin the local steps.
+        """Set the parameters to ``down.x`` and begin the local steps.
 
-        A round that was started and not finished is discarded; the client's state is as before that round.
+        A round that was started and not finished is discarded, without effect on the client's state.
 
         Args:
-            down: ``algorithm.broadcast(server)``.
+            down: the server's message, ``algorithm.broadcast(server)``.
             gradient: the gradient of the client's whole data at ``down.x``, for algorithms that need
                 it (SCAFFOLD's option I).
         """
@@ -120,21 +119,18 @@ class ClientOptimizer(Optimizer):
                 f"{type(self.algorithm).__name__} needs the client's gradient at x: "
                 "pass start_round(down, gradient=...)"
             )
-        pieces = self._split("gradient", gradient) if self.algorithm.round_gradient else None
+        none: list[Any] = [None] * len(self.param_groups)
+        round_gradients = self._split("gradient", gradient) if self.algorithm.round_gradient else none
+        init_gradients = self._split("gradient", self._gradient) if self.algorithm.init_gradient else none
         columns = [self._split(name, vector) for name, vector in named_leaves(down, "down").items()]
-        initial = self._split("gradient", self._gradient) if self.algorithm.init_gradient else None
         for i, group in enumerate(self.param_groups):
             state = self._state(group)
             if not state:  # the first round
-                start = self.algorithm.init_client(_flatten(group), None if initial is None else initial[i])
-                self._keep(group, "client", start)
+                self._keep(group, client=self.algorithm.init_client(_flatten(group), init_gradients[i]))
             part = rebuild(down, [column[i] for column in columns])
             state["k"], state["eta_l"] = 0, float(group["lr"])
-            local = self._algorithm(group).begin(
-                part, self._recall(group, "client"), None if pieces is None else pieces[i]
-            )
-            self._keep(group, "down", part)
-            self._keep(group, "local", local)
+            (client,) = self._recall(group, "client")
+            self._keep(group, down=part, local=self._algorithm(group).begin(part, client, round_gradients[i]))
             _load(group, part.x)
 
     @overload
@@ -151,33 +147,27 @@ class ClientOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            state = self._state(group)
-            algo = self._algorithm(group)
-            down, client = self._recall(group, "down"), self._recall(group, "client")
-            local = self._recall(group, "local")
-            x, local = algo.step(down, client, local, _flatten(group), _gradient(group))
+            down, client, local = self._recall(group, "down", "client", "local")
+            x, local = self._algorithm(group).step(down, client, local, _flatten(group), _gradient(group))
             _load(group, x)
-            self._keep(group, "local", local)
-            state["k"] += 1
+            self._keep(group, local=local)
+            self._state(group)["k"] += 1
         return loss
 
     @torch.no_grad()
     def finish_round(self, tracked: bool = True) -> Any:
-        """End the round: keep the client's new state, and return what the client sends to the server."""
+        """End the round: keep the client's new state and return the client's message to the server."""
         if not self.in_round:
             raise FadamgcError("finish_round() outside a round; call start_round(down) first")
         if any(self._state(group)["k"] == 0 for group in self.param_groups):
             raise FadamgcError("finish_round() before any step(); a round needs at least one local step")
         ups = []
         for group in self.param_groups:
-            state = self._state(group)
-            down, client = self._recall(group, "down"), self._recall(group, "client")
-            new, up = self._algorithm(group).finish(
-                down, client, self._recall(group, "local"), _flatten(group), state["k"], bool(tracked)
-            )
-            for key in [key for key in state if not key.startswith("client.")]:
-                del state[key]
-            self._keep(group, "client", new)
+            state, algorithm = self._state(group), self._algorithm(group)
+            down, client, local = self._recall(group, "down", "client", "local")
+            client, up = algorithm.finish(down, client, local, _flatten(group), state["k"], bool(tracked))
+            state.clear()
+            self._keep(group, client=client)
             ups.append(up)
         return map_leaves(lambda *pieces: torch.cat(pieces), *ups)
 
@@ -185,32 +175,31 @@ class ClientOptimizer(Optimizer):
         return dataclasses.replace(self.algorithm, eta_l=self._state(group)["eta_l"])
 
     def _split(self, name: str, vector: Tensor | None) -> list[Tensor]:
-        """Return the pieces of a vector that belong to the groups."""
+        """Return the piece of a vector that belongs to each group."""
         sizes = [sum(p.numel() for p in _trainable(group)) for group in self.param_groups]
         if vector is None or vector.shape != (sum(sizes),):
             got = None if vector is None else tuple(vector.shape)
             raise InputError(f"{name} of shape {got} does not fit parameters of {sum(sizes)} numbers")
         pieces = torch.split(vector.detach(), sizes)
-        return [
-            piece.to(_trainable(group)[0]) for group, piece in zip(self.param_groups, pieces, strict=True)
-        ]
+        return [p.to(_trainable(group)[0]) for group, p in zip(self.param_groups, pieces, strict=True)]
 
-    # A group's vectors are kept as the state of its first parameter, so that torch's state_dict,
-    # load_state_dict and device handling include them.
+    # A group's vectors are stored as the state of its first parameter, so that torch's state_dict and
+    # load_state_dict include them.
 
     def _state(self, group: dict[str, Any]) -> dict[str, Any]:
         state: dict[str, Any] = self.state[_trainable(group)[0]]
         return state
 
-    def _keep(self, group: dict[str, Any], kind: str, value: Any) -> None:
-        self._state(group).update(named_leaves(value, kind))
+    def _keep(self, group: dict[str, Any], **states: Any) -> None:
+        for kind, state in states.items():
+            self._state(group).update(named_leaves(state, kind))
 
-    def _recall(self, group: dict[str, Any], kind: str) -> Any:
+    def _recall(self, group: dict[str, Any], *kinds: str) -> list[Any]:
         try:
-            return from_names(getattr(self._example, kind), self._state(group), kind)
+            return [from_names(getattr(self._example, kind), self._state(group), kind) for kind in kinds]
         except KeyError as error:
             raise FadamgcError(
-                f"the optimizer's state has no {error.args[0]}; it is that of another algorithm, or its "
+                f"the optimizer's state has no {error.args[0]}; it belongs to another algorithm, or "
                 "parameters were frozen or changed since"
             ) from None
 

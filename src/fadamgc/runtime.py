@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -18,31 +18,18 @@ CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_b
 
 def memory() -> int | None:
     """Return the bytes of memory that this process may use; None if unknown."""
-    limits = [_physical(), _address_space(), *map(_cgroup, CGROUPS)]
-    return min((limit for limit in limits if limit is not None), default=None)
-
-
-def _physical() -> int | None:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
-        return None
-
-
-def _address_space() -> int | None:
-    try:
+    limits = []
+    with suppress(AttributeError, ValueError, OSError):
+        limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    with suppress(ImportError):  # Windows
         import resource
-    except ImportError:  # Windows
-        return None
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    return None if limit == resource.RLIM_INFINITY else limit
 
-
-def _cgroup(path: str) -> int | None:
-    try:
-        return int(Path(path).read_text())
-    except (OSError, ValueError):  # no such file, or "max"
-        return None
+        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+        limits += [] if limit == resource.RLIM_INFINITY else [limit]
+    for path in CGROUPS:
+        with suppress(OSError, ValueError):  # no such file, or "max"
+            limits.append(int(Path(path).read_text()))
+    return min(limits, default=None)
 
 
 def check_room(what: str, size: int) -> None:

@@ -1,4 +1,4 @@
-"""Tables of a TOML file as checked, immutable objects; errors name the table, the key and the value."""
+"""Tables of a TOML file as checked, immutable objects; error messages name the table, key and value."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Section(BaseModel):
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any], place: str) -> Self:
-        """Check a table whose lists are tuples; errors call it by its place."""
+        """Check a table whose lists are tuples; ``place`` is the table's name in error messages."""
         for key in table:
             if key not in cls.model_fields:
                 hint = nearest(key, cls.model_fields) or f"; it has {', '.join(cls.model_fields)}"
@@ -28,14 +28,14 @@ class Section(BaseModel):
         try:
             return cls(**table)
         except ValidationError as error:
-            lines: dict[str, str] = {}  # one for each key
+            lines: dict[str, str] = {}  # one per key
             for problem in error.errors():
                 key = str(problem["loc"][0]) if problem["loc"] else ""
                 lines.setdefault(key, f"{place} {_sentence(problem)}".strip())
             raise InputError("\n".join(lines.values())) from None
 
 
-# By pydantic's type of error: what is accepted. The names in braces are from the error's context.
+# What is accepted, by pydantic's type of error. The names in braces come from the error's context.
 ACCEPTED = {
     "int_type": "it must be a whole number",
     "float_type": "it must be a number",
@@ -57,10 +57,10 @@ ACCEPTED = {
 
 
 def _sentence(problem: Mapping[str, Any]) -> str:
-    """Describe one problem that pydantic found."""
+    """Return a message for one error of pydantic."""
     kind, location, value = problem["type"], problem["loc"], problem["input"]
     accepted = ACCEPTED[kind].format_map(problem.get("ctx", {})) if kind in ACCEPTED else problem["msg"]
-    if not location:  # of the table as a whole
+    if not location:  # the error is about the whole table
         return str(accepted)
     if kind == "missing" and len(location) == 1:
         return f"needs the key '{location[0]}'"
@@ -68,9 +68,6 @@ def _sentence(problem: Mapping[str, Any]) -> str:
         accepted += nearest(value, re.findall(r"'(.*?)'", problem["ctx"]["expected"]))
     name = "".join(f"[{part}]" if isinstance(part, int) else str(part) for part in location)
     return f"{cut(name, 100)}={cut(toml_value(value), 120)} is not accepted; {accepted}"
-
-
-# Types of values.
 
 
 def _distinct(values: tuple[float, ...]) -> tuple[float, ...]:

@@ -7,14 +7,14 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
-from fadamgc.errors import InputError, listed, nearest, reason, shown
+from fadamgc.errors import InputError, listed, nearest, not_accepted, reason, shown
 from fadamgc.flat import Flat
 
 Pair: TypeAlias = tuple[Tensor, Tensor]
@@ -24,24 +24,24 @@ Metric: TypeAlias = Literal["accuracy", "loss"] | Callable[[Tensor, Tensor], Any
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # types for training
 METRICS = ("accuracy", "loss")
 BROADCAST = "Using a target size"  # the start of torch's warning that output and target differ in shape
-READ_AGAIN = 8  # items of Datasets that are read twice, to see whether they stay the same
+READ_AGAIN = 8  # items of Datasets that are read twice, to detect random augmentation
 
 
 @dataclass(eq=False)
 class Task:
-    """A learning problem. Runs never change anything in it.
+    """A learning problem: a model, a loss and data. Runs never change it.
 
     Args:
         model: any module that maps a batch of inputs to a tensor of outputs.
         loss: ``loss(output, target)``, a scalar: the mean over the batch.
         clients: one (inputs, targets) pair of tensors, or one torch Dataset, per client. Each item of a
             Dataset is read ONCE: with random augmentation in a Dataset, all rounds would train on the same
-            values, and a warning says so. Put augmentation into the model, as a layer that draws random
+            values (a warning says so). Put the augmentation into the model, as a layer that draws random
             numbers in training mode (such as ``fadamgc.models.ImageInput`` for images).
-        test: the same for the test data; None for no evaluation.
+        test: the test data, a pair or a Dataset as well; None for no evaluation.
         metric: "accuracy", "loss", or a function ``metric(output, target)`` that returns a number.
-        goal: whether a target is reached from below ("max") or above ("min"); None is "min" for the
-            metric "loss" and "max" for all others.
+        goal: "max" if larger values of the metric are better, "min" if smaller ones are; None is "min" for
+            the metric "loss" and "max" for all others.
         name: the name in reports.
 
     Example:
@@ -60,9 +60,9 @@ class Task:
     goal: Literal["max", "min"] | None = None
     name: str = "task"
     pairs: list[Pair] = field(init=False)
-    """The clients' data as pairs of tensors."""
+    """The clients' data as tensors."""
     test_pair: Pair | None = field(init=False)
-    """The test data as a pair of tensors."""
+    """The test data as tensors."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, nn.Module):
@@ -75,12 +75,11 @@ class Task:
                 f"metric={shown(self.metric)} is not known{hint}; "
                 "give 'accuracy', 'loss' or a function of (output, target)"
             )
-        name: Any = self.name
-        self.name = name if isinstance(name, str) else shown(name)
+        self.name = self.name if isinstance(self.name, str) else shown(self.name)
         if self.goal is None:
             self.goal = "min" if self.metric == "loss" else "max"
         if not _is_one_of(self.goal, "max", "min"):
-            raise InputError(f"goal={shown(self.goal)} is not accepted; it must be 'max' or 'min'")
+            raise not_accepted("goal", self.goal, "'max' or 'min'")
         clients = None if isinstance(self.clients, (dict, str, Tensor)) else listed(self.clients)
         if clients is None:
             kind = type(self.clients).__name__
@@ -116,7 +115,7 @@ class Task:
         return value <= target if self.goal == "min" else value >= target
 
     def _items_vary(self) -> bool:
-        """Whether an item of a Dataset has different values when it is read again; a few items are."""
+        """Whether an item of a Dataset has other values when it is read again; tried with a few items."""
         assert isinstance(self.clients, list)
         data = [*zip(self.clients, self.pairs, strict=True), (self.test, self.test_pair)]
         data = [(d, p) for d, p in data if isinstance(d, Dataset) and not isinstance(d, TensorDataset)]
@@ -130,7 +129,7 @@ class Task:
                         values = [torch.as_tensor(value).detach() for value in dataset[i]]
                         if not all(torch.equal(a, part[i]) for a, part in zip(values, pair, strict=True)):
                             return True
-                    except Exception:  # of a Dataset that can be read only once
+                    except Exception:  # the Dataset can be read only once
                         return False
         return False
 
@@ -149,14 +148,13 @@ class Task:
                     )
                 if part.is_floating_point() != first.is_floating_point() or not _compatible(part, first):
                     raise InputError(
-                        f"{owner} has {role} of {part.dtype}, client 0 has {first.dtype}; all must be the "
-                        "same"
+                        f"{owner} has {role} of {part.dtype}, client 0 has {first.dtype}; they must be equal"
                     )
 
     def _check_model(self) -> None:
-        """Run a copy of the model once, so that errors appear before the work starts."""
+        """Run a copy of the model on two samples, so that errors appear before the work starts."""
         x, y = max(self.pairs, key=lambda pair: len(pair[0]))
-        output, loss, error, broadcast = probe(self.model, self.loss, x[:2], y[:2])
+        output, loss, error, broadcast = _probe(self.model, self.loss, x[:2], y[:2])
         if not isinstance(output, Tensor):
             raise InputError(
                 f"model={type(self.model).__name__} returns a {type(output).__name__}; "
@@ -173,8 +171,8 @@ class Task:
             remedy = f": y.reshape{(-1, *output.shape[1:])}, or squeeze the model's output" if same else ""
             raise InputError(
                 f"loss would broadcast: outputs have shape {tuple(output.shape[1:])} per sample, targets "
-                f"{tuple(y.shape[1:])}, so outputs are compared with other samples' targets; give targets of "
-                f"the outputs' shape{remedy}"
+                f"{tuple(y.shape[1:])}, so outputs are compared with the targets of other samples; give "
+                f"targets of the outputs' shape{remedy}"
             )
         if not isinstance(loss, Tensor) or loss.shape != ():
             value = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
@@ -193,10 +191,10 @@ class Task:
             )
 
     def _pairs_samples_wrongly(self, output: Tensor, y: Tensor) -> bool:
-        """Whether the loss depends on the targets, but not on the order of the samples.
+        """Whether the loss compares outputs with the targets of other samples, without a warning of torch.
 
-        Then outputs and targets of different shapes were broadcast against each other. A loss that reshapes
-        them itself is not affected.
+        Such a loss depends on the targets, but not on their order. (A loss may also accept different shapes
+        because it reshapes them correctly.)
         """
         if not y.is_floating_point() or output.shape[1:] == y.shape[1:]:
             return False
@@ -213,22 +211,20 @@ class Task:
                 value, flipped, other = (
                     float(self.loss(outputs, t)) for t in (targets, targets.flip(0), others)
                 )
-        except Exception:  # a loss for other values than random numbers
+        except Exception:  # the loss does not accept random numbers
             return False
         return abs(value - flipped) <= 1e-6 * abs(value) and abs(value - other) > 1e-3 * abs(value)
 
     def _check_labels(self, output: Tensor) -> None:
-        """Refuse labels beyond the outputs if the loss fails for them (it may ignore some, such as -100)."""
+        """Refuse labels without an output, unless the loss accepts them, as -100 is often ignored."""
         classes = output.shape[1] if output.ndim > 1 else 1
         y0 = self.pairs[0][1]
         if y0.is_floating_point() or y0.is_complex() or y0.shape[1:] != output.shape[2:] or classes < 2:
             return
         for owner, (_, y) in self._named_pairs():
             labels = y.long()  # some integer types cannot be compared
-            bad = (labels < 0) | (labels >= classes)
-            if not bad.any():
-                continue
-            for label in labels[bad].unique().tolist():  # type: ignore[no-untyped-call]
+            beyond = labels[(labels < 0) | (labels >= classes)]
+            for label in beyond.unique().tolist():  # type: ignore[no-untyped-call]
                 sample = int((labels == label).reshape(len(y), -1).any(dim=1).nonzero()[0])
                 try:
                     self.loss(output[:1].detach(), y[sample : sample + 1].to(output.device))
@@ -239,17 +235,12 @@ class Task:
                     ) from error
 
 
-class Probe(NamedTuple):
-    """The results of one batch."""
+def _probe(model: nn.Module, loss: Loss, x: Tensor, y: Tensor) -> tuple[Any, Any, Exception | None, bool]:
+    """Run one batch through a copy of the model in training mode.
 
-    output: Any
-    loss: Any
-    error: Exception | None  # of the loss
-    broadcast: bool  # whether torch warned that output and target have different sizes
-
-
-def probe(model: nn.Module, loss: Loss, x: Tensor, y: Tensor) -> Probe:
-    """Run one batch through a copy of the model in training mode; an error of the model names the shapes."""
+    Return the output, the loss, the error of the loss, and whether torch warned that output and target differ
+    in shape. Raise InputError for an error of the model.
+    """
     with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
         module = Flat.of(model).copy(model).train()
         first = next(p for p in module.parameters() if p.requires_grad)
@@ -272,7 +263,7 @@ def probe(model: nn.Module, loss: Loss, x: Tensor, y: Tensor) -> Probe:
     for warning in caught:
         if warning not in broadcast:
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
-    return Probe(output, value, failure, bool(broadcast))
+    return output, value, failure, bool(broadcast)
 
 
 def cast(data: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -281,7 +272,7 @@ def cast(data: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _pair(data: Pair | Dataset[Any], owner: str) -> Pair:
-    """Return the data of one client, or the test data, as tensors; check them."""
+    """Return the data of one client, or the test data, as checked tensors."""
     try:
         x, y = (torch.as_tensor(part) for part in _columns(data))
     except InputError:
@@ -322,7 +313,7 @@ def _columns(data: Any) -> tuple[Any, ...]:
 
 
 def _stacked(column: tuple[Any, ...]) -> Tensor:
-    """Return the inputs, or the targets, of all samples of a Dataset."""
+    """Return the inputs, or the targets, of all samples of a Dataset as one tensor."""
     values = [torch.as_tensor(value) for value in column]
     for i, value in enumerate(values):
         if value.shape != values[0].shape:
@@ -334,7 +325,7 @@ def _stacked(column: tuple[Any, ...]) -> Tensor:
 
 
 def _problem(part: Tensor) -> str | None:
-    """Return why a tensor cannot be data, and the remedy; None if it can be."""
+    """Return why a tensor cannot be used as data, and the remedy; None if it can."""
     if part.is_nested:
         return "in a nested tensor; pad them: torch.nested.to_padded_tensor"
     if part.layout is not torch.strided:
@@ -349,7 +340,7 @@ def _problem(part: Tensor) -> str | None:
 
 
 def _compatible(a: Tensor, b: Tensor) -> bool:
-    """Whether torch can put both into one tensor (not possible for some unsigned integers)."""
+    """Whether torch can combine the types of two tensors (not those of some unsigned integers)."""
     try:
         torch.promote_types(a.dtype, b.dtype)
     except RuntimeError:
@@ -363,7 +354,7 @@ def _is_one_of(value: object, *names: str) -> bool:
 
 @contextmanager
 def _random_numbers_kept() -> Iterator[None]:
-    """Restore the global random numbers of Python, numpy and torch on exit."""
+    """Leave the global random numbers of Python, numpy and torch as they were before a ``with`` block."""
     state, numpy_state = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):

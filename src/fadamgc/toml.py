@@ -1,4 +1,4 @@
-"""Plain values from TOML and to TOML; the standard library only reads it."""
+"""Read and write TOML; the standard library can only read it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from fadamgc.errors import InputError, cut, shown
 
 DEEPEST = 20  # levels of tables and lists; a spec has three
-INTEGERS = range(-(2**63), 2**63)  # all that TOML has
+INTEGERS = range(-(2**63), 2**63)  # all integers of TOML
 
 
 def parse_toml(text: str) -> dict[str, Any]:
@@ -19,38 +19,36 @@ def parse_toml(text: str) -> dict[str, Any]:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise InputError(f"not TOML: {cut(str(error))}") from None
-    except ValueError as error:  # of Python: an integer of thousands of digits, a day that does not exist
+    except ValueError as error:  # from Python: an integer of thousands of digits, a day that does not exist
         raise InputError(f"not TOML: a number or a date is not valid: {cut(str(error))}") from None
     except RecursionError:
-        raise InputError("not TOML that can be read: lists or tables are nested too deeply") from None
+        raise InputError("lists or tables are nested too deeply") from None
 
 
 def frozen(value: Any, place: str = "", depth: int = 0) -> Any:
-    """Turn lists into tuples on all levels; refuse values that TOML does not have, and too many levels."""
+    """Turn lists into tuples on all levels; refuse integers that TOML does not have, and too many levels."""
     if depth > DEEPEST:
         raise InputError(f"{cut(place, 100)}: lists or tables are nested too deeply")
     if isinstance(value, dict):
-        return {
-            key: frozen(item, f"{place}.{key}" if place else key, depth + 1) for key, item in value.items()
-        }
+        start = f"{place}." if place else ""
+        return {key: frozen(item, start + key, depth + 1) for key, item in value.items()}
     if isinstance(value, list):
         return tuple(frozen(item, place, depth + 1) for item in value)
     if isinstance(value, int) and value not in INTEGERS:
-        raise InputError(
-            f"{cut(place, 100)}={shown(value)} is not accepted; integers go from -2^63 to 2^63 - 1"
-        )
+        number = f"{cut(place, 100)}={shown(value)}"
+        raise InputError(f"{number} is not accepted; integers go from -2^63 to 2^63 - 1")
     return value
 
 
 def toml_table(header: str, values: Mapping[str, Any]) -> str:
-    """Write a table with its header, without the keys that are None."""
+    """Return a table as TOML, with its header and without the keys that are None."""
     lines = [header] if header else []
     lines += [f"{key} = {toml_value(value)}" for key, value in values.items() if value is not None]
     return "\n".join(lines) + "\n"
 
 
 def toml_value(value: Any) -> str:
-    """Write one value."""
+    """Return one value as TOML."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, (tuple, list)):

@@ -1,4 +1,4 @@
-"""Watch runs while they are executed: TensorBoard and MLflow, as callbacks of a simulation.
+"""Watch runs in TensorBoard or MLflow while they are executed: callbacks of a simulation.
 
 fadamgc.simulate(..., callbacks=[fadamgc.trackers.tensorboard("logs/first")])
 """
@@ -13,8 +13,12 @@ from typing import Any
 from fadamgc.errors import InputError, nearest
 from fadamgc.sim.engine import RoundEnd
 
-VARIABLE = "FADAMGC_TRACK"  # in the environment, which worker processes inherit: names of TRACKERS
+VARIABLE = "FADAMGC_TRACK"  # environment variable that worker processes inherit: some of TRACKERS
 TRACKERS = ("tensorboard", "mlflow")
+NUMBERS = (  # of a record
+    *("train_loss", "test_loss", "test_accuracy", "test_metric"),
+    *("bytes_down", "bytes_up", "simulated_seconds", "wall_seconds"),
+)
 Tracker = Callable[[RoundEnd], None]
 
 
@@ -27,7 +31,7 @@ def tensorboard(folder: str | Path) -> Tracker:
     writer = SummaryWriter(str(folder))
 
     def track(end: RoundEnd) -> None:
-        for name, value in numbers_of(end).items():
+        for name, value in _numbers(end).items():
             writer.add_scalar(name, value, end.record.round)
         writer.flush()
 
@@ -43,17 +47,17 @@ def mlflow(
     """Log every round to a run of MLflow.
 
     Args:
-        name: of the run.
-        experiment: that the run belongs to.
+        name: name of the run.
+        experiment: name of the experiment that the run belongs to.
         parameters: stored with the run, e.g. the hyperparameters.
-        uri: of the tracking server or its folder; None is MLflow's default.
+        uri: address of the tracking server, or a folder; None is MLflow's default.
     """
     try:
         from mlflow import MlflowClient
     except ImportError:
         raise InputError("tracking with mlflow needs a package; pip install 'fadamgc[track]'") from None
     if uri is not None and uri.startswith("file:"):
-        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow refuses folders without it
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # otherwise MLflow refuses folders
     client = MlflowClient(tracking_uri=uri)
     existing = client.get_experiment_by_name(experiment)
     experiment_id = existing.experiment_id if existing else client.create_experiment(experiment)
@@ -62,22 +66,20 @@ def mlflow(
         client.log_param(run, key, value)
 
     def track(end: RoundEnd) -> None:
-        for key, value in numbers_of(end).items():
+        for key, value in _numbers(end).items():
             client.log_metric(run, key, value, step=end.record.round)
 
     return track
 
 
-def numbers_of(end: RoundEnd) -> dict[str, float]:
-    """Collect the numbers of a round."""
-    names = ("train_loss", "test_loss", "test_accuracy", "test_metric")
-    more = ("bytes_down", "bytes_up", "simulated_seconds", "wall_seconds")
-    values = {name: getattr(end.record, name) for name in (*names, *more)}
+def _numbers(end: RoundEnd) -> dict[str, float]:
+    """Return the numbers of a round that are tracked."""
+    values = {name: getattr(end.record, name) for name in NUMBERS}
     return {name: float(value) for name, value in values.items() if value is not None}
 
 
 def track_with(names: str) -> None:
-    """Track all runs of this process, and of the processes started from it, with some of ``TRACKERS``."""
+    """Track all runs of this process and its workers; ``names`` are trackers, separated by commas."""
     for name in filter(None, names.split(",")):
         if name not in TRACKERS:
             raise InputError(
@@ -87,7 +89,7 @@ def track_with(names: str) -> None:
 
 
 def trackers_of(folder: Path, name: str, parameters: Mapping[str, Any]) -> list[Tracker]:
-    """Make the trackers of a run of the experiment in a folder."""
+    """Return the trackers for one run of the experiment in a folder."""
     trackers: list[Tracker] = []
     for kind in filter(None, os.environ.get(VARIABLE, "").split(",")):
         if kind == "tensorboard":

@@ -99,7 +99,10 @@ def test_a_tokenizer_of_another_model_is_refused(bases, own):
     gpt2 = load_base(bases["gpt2"], 2, seed=0).tokenizer
     refused("the tokenizer has 50257 tokens and base=", bases["bert"], own, tokenizer=gpt2)
     refused(
-        "tokenizer='bert' is not accepted; give one of transformers", bases["bert"], own, tokenizer="bert"
+        "tokenizer='bert' is not accepted; it must be one of transformers",
+        bases["bert"],
+        own,
+        tokenizer="bert",
     )
 
 
@@ -285,7 +288,7 @@ def test_patterns_do_not_know_layers(bases, own):
 def test_more_tokens_than_a_model_takes_are_refused(bases, tmp_path, kind, upper_layers):
     path = tmp_path / "long.csv"
     path.write_text(TEXTS + f"{'film ' * 100},1\n")
-    message = f"length=80 is not accepted: base={bases[kind]!r} takes 64 tokens at the most"
+    message = f"length=80 is not accepted; base={bases[kind]!r} takes at most 64 tokens"
     refused(message, bases[kind], path, length=80, upper_layers=upper_layers)
     assert task(bases[kind], path, length=64, upper_layers=upper_layers).clients
 
@@ -301,7 +304,7 @@ def test_roberta_takes_fewer_tokens_than_it_has_positions(bases, tmp_path):
     tokenizer = load_base(bases["bert"], 2, seed=0).tokenizer  # its padding is token 0
     path = tmp_path / "long.csv"
     path.write_text(TEXTS + f"{'film ' * 100},1\n")
-    refused("takes 19 tokens at the most", tmp_path / "roberta", path, tokenizer=tokenizer, length=20)
+    refused("takes at most 19 tokens", tmp_path / "roberta", path, tokenizer=tokenizer, length=20)
     made = task(tmp_path / "roberta", path, tokenizer=tokenizer, length=19)
     fadamgc.simulate(fadamgc.FAdamGC(), made, rounds=1, local_epochs=1, batch_size=5, progress=False)
 
@@ -350,7 +353,7 @@ def test_lower_layers_that_do_not_fit_into_memory_are_refused(bases, own, monkey
         (b"text,text,label\ngood,bad,0\n", {}, "there is more than one column 'text'"),
         (b"text,label\n", {}, "own.csv: there are no rows of texts"),
         (TEXTS.encode(), {"columns": "review"}, "there is no column 'review'; it has text, label"),
-        (TEXTS.encode(), {"columns": ("text",) * 3}, "give one column of texts, or two"),
+        (TEXTS.encode(), {"columns": ("text",) * 3}, "it must be one column of texts, or two"),
         (TEXTS.encode(), {"test": "nothing.csv"}, "test='nothing.csv' does not exist"),
         (TEXTS.encode(), {"test": "/"}, "test='/' is not a file"),
         (TEXTS.encode(), {"length": 2.5}, "length=2.5 is not accepted"),
@@ -359,7 +362,7 @@ def test_lower_layers_that_do_not_fit_into_memory_are_refused(bases, own, monkey
         (TEXTS.encode(), {"seed": -1}, "seed=-1 is not accepted"),
         (TEXTS.encode(), {"seed": 2**70}, "it must be a whole number <= 9223372036854775807"),
         (TEXTS.encode(), {"length": 2**70}, "it must be a whole number <= 2147483647"),
-        (TEXTS.encode(), {"columns": 5}, "columns=5 is not accepted; give the name of a column"),
+        (TEXTS.encode(), {"columns": 5}, "columns=5 is not accepted; it must be the name of a column"),
         (TEXTS.encode(), {"columns": [5]}, "columns=[5] is not accepted"),
         (TEXTS.encode(), {"columns": {"text"}}, "columns={'text'} is not accepted"),
         (TEXTS.encode(), {"label": 5}, "label=5 is not accepted"),

@@ -461,7 +461,7 @@ def test_a_spec_of_texts(bases, folders, validation, upper_layers):
 
 
 def test_rank_and_targets_go_together():
-    with pytest.raises(InputError, match="rank=4 and targets=None: give both, or none"):
+    with pytest.raises(InputError, match="rank=4 and targets=None: give both or neither"):
         task_spec(data="glue/sst2", rank=4)
 
 

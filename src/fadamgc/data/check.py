@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,33 +15,29 @@ from fadamgc.data.sources import DIGITS, Source, files_of
 from fadamgc.data.tables import read_parquet
 from fadamgc.errors import InputError
 
-BATCH = 5000  # images whose moments are computed at the same time
+BATCH = 5000  # images whose moments are computed at a time
+PARTS = "train", "test"
 
 
 @dataclass(frozen=True)
 class Part:
-    """One part of a data set."""
+    """Statistics of one part of a data set."""
 
     rows: int
-    complete: int  # rows of the complete data set
+    complete: int  # rows if the data set is complete
     least: int  # samples of the rarest class
     most: int  # samples of the most frequent class
-    classes: int  # that occur
-    mean: tuple[float, ...] = ()  # per colour, as a share of white
+    classes: int  # number of classes that occur
+    mean: tuple[float, ...] = ()  # of the pixels, per colour; white is 1
     std: tuple[float, ...] = ()
 
 
 def check(source: Source, progress: Callable[[str, int], object] = lambda *_: None) -> dict[str, Part]:
     """Read a whole data set; an error names what is missing or damaged.
 
-    Args:
-        source: the data set.
-        progress: called with the part and the number of its rows that have been read.
+    ``progress`` is called with "train" or "test" and the number of rows of that part read so far.
     """
-    return {
-        split: _part(source, i, split, lambda n, split=split: progress(split, n))  # type: ignore[misc]
-        for i, split in enumerate(("train", "test"))
-    }
+    return {split: _part(source, i, split, partial(progress, split)) for i, split in enumerate(PARTS)}
 
 
 def _part(source: Source, number: int, split: str, progress: Callable[[int], object]) -> Part:
@@ -88,5 +85,5 @@ def _text_labels(source: Source, split: str, progress: Callable[[int], object]) 
         labels.append(rows.labels(source.label, source.classes))
         progress(sum(map(len, labels)))
     if not labels:
-        raise InputError(f"{source.name}: there are no rows in its files; download them again")
+        raise InputError(f"{source.name}: the files have no rows; download them again")
     return np.concatenate(labels)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from fadamgc.cache import cached
-from fadamgc.errors import InputError, finite
+from fadamgc.errors import finite, not_accepted
 
 FORMAT = 1  # of the cached rows
 
@@ -25,11 +25,10 @@ class Digits(NamedTuple):
 
 
 def load(validation: float = 0.0) -> Digits:
-    """Return the digits in a fixed stratified split, 80 % to train and 20 % to test, for all seeds.
+    """Return the digits in a fixed stratified split, 80 % to train and 20 % to test.
 
-    Args:
-        validation: if above 0, this share of the train part replaces the test part, so that tuning cannot
-            see the test part.
+    With ``validation`` > 0, this share of the train part replaces the test part, so that tuning cannot see
+    the test part.
 
     >>> [len(part) for part in load()]
     [1437, 1437, 360, 360]
@@ -38,7 +37,7 @@ def load(validation: float = 0.0) -> Digits:
     """
     share = finite("validation", validation, 0)
     if share and not 0.01 <= share <= 0.99:
-        raise InputError(f"validation={share} is not accepted; it must be 0 or a number from 0.01 to 0.99")
+        raise not_accepted("validation", share, "0 or a number from 0.01 to 0.99")
     name = f"digits/{FORMAT}-{version('scikit-learn')}-{share}"
     rows = torch.from_numpy(cached(name, lambda: _rows(share)))
     x, y, held_out = rows[:, :64].to(torch.float32) / 16, rows[:, 64].to(torch.int64), rows[:, 65].bool()
@@ -46,8 +45,8 @@ def load(validation: float = 0.0) -> Digits:
 
 
 def _rows(validation: float) -> npt.NDArray[np.uint8]:
-    """Return 64 pixels from 0 to 16, the label, and whether it is held out; in the order of the split."""
-    # Imported here because it is slow, and not needed for other data.
+    """Return one row per digit: 64 pixels from 0 to 16, the label, and whether it is in the test part."""
+    # These imports are slow and not needed for other data.
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 

@@ -1,7 +1,7 @@
-"""Human activity recognition: signals of a phone's sensors, from thirty people who are the clients.
+"""Human activity recognition (UCI HAR): which of six activities a phone's sensors have recorded.
 
-Nine signals of 128 values each (2.56 s at 50 Hz): body acceleration, angular velocity and total acceleration,
-in three directions. Six activities.
+A window has nine signals of 128 values (2.56 s at 50 Hz): body acceleration, angular velocity and total
+acceleration, in three directions each. Thirty people were recorded; each is a client.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from torch import Tensor
 from fadamgc.data.sources import files_of_kind
 from fadamgc.errors import InputError, cut
 
-SHAPES = {"x": (9, 128), "y": (), "subject": (), "is_test": ()}  # of one window
+SHAPES = {"x": (9, 128), "y": (), "subject": (), "is_test": ()}  # for one window
 
 
 class Har(NamedTuple):
-    """Signals, (n, 9, 128); activities and people, (n,); whether a window is in the official test part."""
+    """Windows of signals, and what is known about each."""
 
-    x: Tensor
-    y: Tensor
-    subject: Tensor
-    is_test: Tensor
+    x: Tensor  # (n, 9, 128)
+    y: Tensor  # (n,): the activity, 0 to 5
+    subject: Tensor  # (n,): the person
+    is_test: Tensor  # (n,): whether the window is in the official test part
 
 
 def load(root: Path | None = None) -> Har:
@@ -36,7 +36,7 @@ def load(root: Path | None = None) -> Har:
             arrays = {name: file[name] for name in SHAPES if name in file.files}
     except (FileNotFoundError, PermissionError) as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from None
-    except Exception as error:  # zip files and numpy raise many kinds
+    except Exception as error:  # zipfile and numpy raise many kinds of errors
         message = cut(str(error)) or type(error).__name__
         raise InputError(f"{path}: damaged ({message}); download it again") from None
     for name, shape in SHAPES.items():
@@ -44,10 +44,8 @@ def load(root: Path | None = None) -> Har:
             raise InputError(f"{path}: there is no array {name!r}; it has {', '.join(arrays)}")
         array = arrays[name]
         if array.ndim == 0 or array.shape[1:] != shape or len(array) != len(arrays["x"]):
-            accepted = ", ".join(map(str, ("n", *shape)))
-            raise InputError(
-                f"{path}: {name!r} has shape {array.shape}; it must be ({accepted}), n as of 'x'"
-            )
+            accepted = f"({', '.join(map(str, ('n', *shape)))}), n as of 'x'"
+            raise InputError(f"{path}: {name!r} has shape {array.shape}; it must be {accepted}")
         kinds, accepted = ("biuf", "numbers") if name == "x" else ("biu", "integers")
         if array.dtype.kind not in kinds:
             raise InputError(f"{path}: {name!r} is of {array.dtype}; it must be of {accepted}")

@@ -19,7 +19,7 @@ from fadamgc.data.tables import read_parquet
 from fadamgc.errors import InputError
 
 FORMAT = 1  # of the cached arrays
-BATCH = 1000  # images that are shrunk at the same time
+BATCH = 1000  # images that are shrunk at a time
 
 
 class Images(NamedTuple):
@@ -36,33 +36,30 @@ def load(
     progress: Callable[[int], object] = lambda _: None,
     shrink: int = 1,
 ) -> Images:
-    """Read one part of a data set of images.
+    """Read the "train" or "test" part of a data set of images.
 
     Args:
-        name: of the data set.
+        name: name of the data set.
         split: "train" or "test".
         root: the data root; None is ``data_root()``.
-        progress: called with the number of images that have been decoded, unless all are in the cache.
+        progress: called with the number of images decoded so far, unless all are in the cache.
         shrink: each square of ``shrink`` x ``shrink`` pixels becomes one pixel, their mean.
     """
     source, files = files_of_kind(name, "images", split, root)
     key = f"images/{name}-{split}-{_digest(source, files)}"
     decode = functools.cache(lambda: _decode(source, files, progress))
 
-    def full_size() -> npt.NDArray[np.uint8]:
-        return cached(f"{key}.x", lambda: decode().x, mapped=True)
+    def pixels(shrink: int) -> npt.NDArray[np.uint8]:
+        if shrink == 1:
+            return cached(f"{key}.x", lambda: decode().x, mapped=True)
+        return cached(f"{key}-{shrink}.x", lambda: _shrunk(pixels(1), shrink), mapped=True)
 
-    x = (
-        full_size()
-        if shrink == 1
-        else cached(f"{key}-{shrink}.x", lambda: _shrunk(full_size(), shrink), True)
-    )
-    y = cached(f"{key}.y", lambda: decode().y)
+    x, y = pixels(shrink), cached(f"{key}.y", lambda: decode().y)
     return Images(x, y) if len(x) == len(y) else Images(_shrunk(decode().x, shrink), decode().y)
 
 
 def _shrunk(x: npt.NDArray[np.uint8], shrink: int) -> npt.NDArray[np.uint8]:
-    """Replace each square of pixels by its mean, rounded to the nearest integer (a half to the even one)."""
+    """Replace each square of pixels by its mean, rounded to the nearest integer (halves to the even one)."""
     n, colours, height, width = x.shape
     result = np.empty((n, colours, height // shrink, width // shrink), np.uint8)
     for first in range(0, n, BATCH):
@@ -73,7 +70,7 @@ def _shrunk(x: npt.NDArray[np.uint8], shrink: int) -> npt.NDArray[np.uint8]:
 
 
 def _digest(source: Source, files: list[Path]) -> str:
-    """Return a digest that changes when the files do."""
+    """Return a digest that changes when a file changes."""
     facts = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]
     return hashlib.sha256(repr((FORMAT, source, facts)).encode()).hexdigest()[:16]
 

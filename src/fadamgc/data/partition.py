@@ -1,7 +1,7 @@
 """Partitions of N labelled samples over n clients.
 
-Every partition is computed as one array ``owner``, (N,), the client of each sample, so each sample belongs
-to exactly one client by construction. The same arguments give the same partition.
+Every partition is computed as an array ``owner``, (N,), of the client of each sample, so each sample belongs
+to exactly one client. The same arguments give the same partition.
 """
 
 from __future__ import annotations
@@ -19,28 +19,24 @@ from fadamgc.runtime import check_room
 
 IntArray = npt.NDArray[np.int64]
 
-# "part" in ASCII: far from any round or client number, so that no other use of the seed shares the stream.
-STREAM = 0x70617274
+STREAM = 0x70617274  # "part" in ASCII; no other random numbers use this number with the seed
 
 
 @dataclass(frozen=True, eq=False)
 class Partition:
-    """The samples of every client, and a sentence on how they were assigned.
-
-    Attributes:
-        indices: for each client the sorted positions of its samples.
-        note: how the samples were assigned, for reports and plots.
-    """
+    """The samples of every client."""
 
     indices: tuple[IntArray, ...]
+    """For each client, the sorted positions of its samples."""
     note: str
+    """How the samples were assigned, for reports and plots."""
 
     def sizes(self) -> IntArray:
         """Return the number of samples of every client, (clients,)."""
         return np.array([len(samples) for samples in self.indices], dtype=np.int64)
 
     def counts(self, labels: npt.ArrayLike | torch.Tensor) -> IntArray:
-        """Return samples per client and class, (clients, classes); one column per label, in sorted order.
+        """Return the number of samples per client and class, (clients, classes); classes are sorted.
 
         >>> shards([0, 0, 0, 1, 1, 1], clients=2, seed=0, shards_per_client=1).counts([0, 0, 0, 1, 1, 1])
         array([[3, 0],
@@ -48,7 +44,7 @@ class Partition:
         """
         labels = _labels(labels)
         if len(labels) != self.sizes().sum():
-            raise InputError(f"labels has {len(labels)} samples; this partition is of {self.sizes().sum()}")
+            raise InputError(f"labels has {len(labels)} samples; this partition has {self.sizes().sum()}")
         classes, column = np.unique(labels, return_inverse=True)
         return np.stack([np.bincount(column[rows], minlength=len(classes)) for rows in self.indices])
 
@@ -62,11 +58,12 @@ def dirichlet(
     min_size: int = 1,
     retries: int = 20,
 ) -> Partition:
-    """Partition with label skew: each class has its own shares, drawn from Dirichlet(alpha, ..., alpha).
+    """Partition with label skew: shares of each class are drawn from Dirichlet(alpha, ..., alpha).
 
-    A draw that leaves a client with fewer than `min_size` samples is rejected and drawn again, up to
-    `retries` draws. If all are rejected, the one that lacks the fewest samples is repaired: samples move
-    one at a time from the client that is the largest at that moment, out of its most frequent class.
+    A draw that leaves a client with fewer than ``min_size`` samples is rejected. If all draws are rejected,
+    the one that lacks the fewest samples is repaired: samples move one at a time, from the most frequent
+    class of the client that is the largest at that moment. The partition's note says which draw was used
+    and how many samples were moved.
 
     Args:
         labels: class of every sample, (N,) integers.
@@ -75,9 +72,6 @@ def dirichlet(
         seed: the same seed gives the same partition.
         min_size: least number of samples per client.
         retries: largest number of draws.
-
-    Returns:
-        The partition; its note says which draw was used and how many samples were moved.
 
     >>> dirichlet([0, 1] * 50, clients=5, alpha=1.0, seed=0).note
     'Dirichlet(1) over 5 clients; draw 1 of at most 20'
@@ -135,7 +129,7 @@ def iid(labels_or_count: npt.ArrayLike | torch.Tensor | int, clients: int, seed:
 def shards(
     labels: npt.ArrayLike | torch.Tensor, clients: int, seed: int, shards_per_client: int = 2
 ) -> Partition:
-    """Partition with few labels per client: sort by label, cut into equal shards, deal these at random.
+    """Partition with few labels per client: sort by label, cut into equal shards, assign shards at random.
 
     >>> shards([0, 0, 1, 1, 2, 2, 3, 3], clients=2, seed=0).sizes()
     array([4, 4])
@@ -157,7 +151,7 @@ def shards(
 
 
 def natural(groups: npt.ArrayLike | torch.Tensor) -> Partition:
-    """Partition into one client per distinct value of `groups` (a person, a device), in sorted order.
+    """Partition into one client per distinct value of ``groups``, such as a person or a device.
 
     >>> natural(["bob", "ann", "bob"]).indices
     (array([1]), array([0, 2]))
@@ -174,7 +168,7 @@ def natural(groups: npt.ArrayLike | torch.Tensor) -> Partition:
 
 
 def generator(seed: int, stream: int) -> np.random.Generator:
-    """Return the generator of the random numbers at address (seed, stream)."""
+    """Return a generator of random numbers that depend on the seed and the stream only."""
     return np.random.default_rng(np.random.SeedSequence([whole("seed", seed, 0), stream]))
 
 
@@ -185,18 +179,18 @@ def _partition(owner: IntArray, clients: int, note: str) -> Partition:
 
 
 def _draw(rng: np.random.Generator, class_sizes: IntArray, clients: int, alpha: float) -> IntArray:
-    """Return samples per client and class, (clients, classes), of one draw."""
+    """Draw the number of samples per client and class, (clients, classes)."""
     counts = np.empty((clients, len(class_sizes)), dtype=np.int64)
     for c, size in enumerate(class_sizes):
         ends = np.cumsum(_shares(rng, clients, alpha))
         cuts = np.rint(ends / ends[-1] * size).astype(np.int64)
-        # In a new order for every class; otherwise rounding would favour the same clients each time.
+        # Clients in a new order for each class; otherwise rounding would always favour the same clients.
         counts[rng.permutation(clients), c] = np.diff(cuts, prepend=0)
     return counts
 
 
 def _shares(rng: np.random.Generator, clients: int, alpha: float) -> npt.NDArray[np.float64]:
-    """Draw from Dirichlet(alpha, ..., alpha), or from its limit where floating point is not enough."""
+    """Draw from Dirichlet(alpha, ..., alpha), or from its limit if alpha is out of numpy's range."""
     shares = rng.dirichlet(np.full(clients, alpha))
     if abs(shares.sum() - 1) < 1e-6:  # false for NaN
         return shares
@@ -208,18 +202,16 @@ def _shares(rng: np.random.Generator, clients: int, alpha: float) -> npt.NDArray
 
 
 def _repair(counts: IntArray, min_size: int) -> tuple[IntArray, int]:
-    """Give every client at least `min_size` samples; return the counts and how many samples moved."""
+    """Give every client at least ``min_size`` samples; return the counts and how many samples moved."""
     counts = counts.copy()
     sizes = counts.sum(axis=1)
     moved = 0
     for poor in np.flatnonzero(sizes < min_size):
         while sizes[poor] < min_size:
-            rich = sizes.argmax()  # above min_size: the mean is at least that, and `poor` is below
+            rich = sizes.argmax()  # it has more than min_size samples: the mean over clients is >= min_size
             c = counts[rich].argmax()
-            counts[rich, c] -= 1
-            counts[poor, c] += 1
-            sizes[rich] -= 1
-            sizes[poor] += 1
+            counts[[rich, poor], c] += (-1, 1)
+            sizes[[rich, poor]] += (-1, 1)
             moved += 1
     return counts, moved
 

@@ -1,4 +1,4 @@
-"""The data sets that are known by name, and the folders in which their files are searched for."""
+"""The data sets that are known by name, and where their files are."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from fadamgc.cache import cache_folder, make_private
-from fadamgc.errors import InputError, first_line, nearest, shown
+from fadamgc.errors import InputError, first_line, nearest, not_accepted, shown
 from fadamgc.files import make_folder, user_folder
 
 VARIABLE = "FADAMGC_DATA"
@@ -20,81 +20,55 @@ Kind: TypeAlias = Literal["images", "texts", "signals"]
 
 @dataclass(frozen=True)
 class Source:
-    """A data set as files.
+    """A data set as files. (The repr is part of the names of cached images.)"""
 
-    Attributes:
-        name: its name in specs and commands; also its folder in the data root.
-        kind: images and texts are parquet files as on the Hugging Face hub, signals are one npz file.
-        hub: its name on the hub; None if the hub does not have it.
-        splits: the first words of the file names of the train and the test part.
-        inputs: names of the columns of inputs.
-        label: name of the column of labels.
-        classes: number of labels, 0 .. classes - 1.
-        rows: numbers of rows of the complete train and test part.
-        side: height and width of an image.
-        config: name of the data set's configuration on the hub.
-    """
-
-    name: str
-    kind: Kind
-    hub: str | None
-    splits: tuple[str, str]
-    inputs: tuple[str, ...]
-    label: str
-    classes: int
-    rows: tuple[int, int]
-    side: int = 0
-    config: str | None = None
+    name: str  # in specs and commands; also the folder in the data root
+    kind: Kind  # images and texts are parquet files as on the Hugging Face hub, signals are one npz file
+    hub: str | None  # name on the hub; None if the hub does not have the data set
+    splits: tuple[str, str]  # first words of the file names of the train and the test part
+    inputs: tuple[str, ...]  # names of the columns of inputs
+    label: str  # name of the column of labels
+    classes: int  # labels are 0, ..., classes - 1
+    rows: tuple[int, int]  # rows of the complete train and test part
+    side: int = 0  # height and width of an image
+    config: str | None = None  # name of the data set's configuration on the hub
 
     def where(self) -> str:
-        """Return the address to download it from."""
+        """Return the address to download the data set from."""
         if self.hub is None:
             return "https://archive.ics.uci.edu/dataset/240"
         return f"https://huggingface.co/datasets/{self.hub}"
 
 
-_GLUE = "nyu-mll/glue"
-SOURCES = {
-    source.name: source
-    for source in (
-        Source(
-            *("cifar10", "images", "uoft-cs/cifar10", ("train", "test"), ("img",), "label"),
-            *(10, (50_000, 10_000), 32),
-        ),
-        Source(
-            *("cifar100", "images", "uoft-cs/cifar100", ("train", "test"), ("img",), "fine_label"),
-            *(100, (50_000, 10_000), 32),
-        ),
-        Source(
-            *("tiny-imagenet", "images", "zh-plus/tiny-imagenet", ("train", "valid"), ("image",), "label"),
-            *(200, (100_000, 10_000), 64),
-        ),
-        Source(
-            *("20_newsgroups", "texts", "SetFit/20_newsgroups", ("train", "test"), ("text",), "label"),
-            *(20, (11_314, 7_532)),
-        ),
-        Source(
-            *("glue/sst2", "texts", _GLUE, ("train", "validation"), ("sentence",), "label"),
-            *(2, (67_349, 872), 0, "sst2"),
-        ),
-        Source(
-            *("glue/qnli", "texts", _GLUE, ("train", "validation"), ("question", "sentence"), "label"),
-            *(2, (104_743, 5_463), 0, "qnli"),
-        ),
-        Source(
-            *("glue/qqp", "texts", _GLUE, ("train", "validation"), ("question1", "question2"), "label"),
-            *(2, (363_846, 40_430), 0, "qqp"),
-        ),
-        Source("uci_har", "signals", None, ("train", "test"), ("x",), "y", 6, (7_715, 2_584)),
-    )
-}
+def _images(hub: str, test: str, column: str, label: str, classes: int, train_rows: int, side: int) -> Source:
+    name, splits, rows = hub.split("/")[1], ("train", test), (train_rows, 10_000)
+    return Source(name, "images", hub, splits, (column,), label, classes, rows, side)
+
+
+def _glue(task: str, inputs: tuple[str, ...], rows: tuple[int, int]) -> Source:
+    splits = "train", "validation"
+    return Source(f"glue/{task}", "texts", "nyu-mll/glue", splits, inputs, "label", 2, rows, config=task)
+
+
+_TEST = "train", "test"
+_ALL = (
+    _images("uoft-cs/cifar10", "test", "img", "label", 10, 50_000, 32),
+    _images("uoft-cs/cifar100", "test", "img", "fine_label", 100, 50_000, 32),
+    _images("zh-plus/tiny-imagenet", "valid", "image", "label", 200, 100_000, 64),
+    Source("20_newsgroups", "texts", "SetFit/20_newsgroups", _TEST, ("text",), "label", 20, (11_314, 7_532)),
+    _glue("sst2", ("sentence",), (67_349, 872)),
+    _glue("qnli", ("question", "sentence"), (104_743, 5_463)),
+    _glue("qqp", ("question1", "question2"), (363_846, 40_430)),
+    Source("uci_har", "signals", None, _TEST, ("x",), "y", 6, (7_715, 2_584)),
+)
+SOURCES = {source.name: source for source in _ALL}
 
 # The digits come with scikit-learn and have no files in the data root.
-DIGITS = Source("digits", "images", None, ("train", "test"), ("x",), "y", 10, (1_437, 360), 8)
+DIGITS = Source("digits", "images", None, _TEST, ("x",), "y", 10, (1_437, 360), 8)
 
 
 def source(name: str) -> Source:
-    """Return a data set that has files, by name."""
+    """Return the data set of a name; refuse the digits, which have no files."""
     if name == DIGITS.name:
         raise InputError(f"data={name!r} has no folder and needs no download: it comes with scikit-learn")
     if name not in SOURCES:
@@ -105,15 +79,12 @@ def source(name: str) -> Source:
 
 
 def data_root() -> Path:
-    """Return the folder of the data sets.
-
-    It is $FADAMGC_DATA, else ``data_root`` of the user's config file, else a folder in the user's cache.
-    """
+    """Return $FADAMGC_DATA, else ``data_root`` of the user's config file, else a folder in the cache."""
     return _root()[0]
 
 
 def data_root_from() -> str:
-    """Return the name of the setting that the data root comes from."""
+    """Return where the data root is set: the name of the variable or of the file, or "the default"."""
     return _root()[1]
 
 
@@ -128,26 +99,26 @@ def _root() -> tuple[Path, str]:
             raise InputError(f"{config} cannot be read: {error}") from None
         if value is not None:
             if not isinstance(value, str) or not value:
-                raise InputError(f"{config}: data_root={shown(value)} is not accepted; it must be a folder")
+                raise not_accepted(f"{config}: data_root", value, "a folder")
             return Path(value).expanduser(), str(config)
     return cache_folder() / "data", "the default"
 
 
 def files_of_kind(name: str, kind: Kind, split: str, root: Path | None) -> tuple[Source, list[Path]]:
-    """Return a data set of a kind, and the files of its part "train" or "test"."""
+    """Return the data set of a name, which must be of a kind, and the files of its "train" or "test" part."""
     data = source(name)
     if data.kind != kind:
-        raise InputError(f"data={name!r} is a set of {data.kind}, not of {kind}")
+        raise InputError(f"data={name!r} has {data.kind}, not {kind}")
     return data, files_of(data, data.splits[0 if split == "train" else 1], root)
 
 
 def files_of(source: Source, split: str, root: Path | None = None) -> list[Path]:
-    """Return the files of one part of a data set, or raise an error that says where to put them."""
+    """Return the files of a split; if there are none, the error says how to get them."""
     folder = (root or data_root()) / source.name
     if source.kind == "signals":
         files = [path for path in [folder / "har.npz"] if path.is_file()]
     else:
-        # Directly in the folder as ``get`` writes them, or in the subfolders that the hub uses.
+        # In the folder itself, where ``get`` writes them, or in subfolders as on the hub.
         places = [folder / name for name in ("", "data", source.config or "", "plain_text")]
         found = (sorted(place.glob(f"{split}-*-of-*.parquet")) for place in places)
         files = next(filter(None, found), [])
@@ -158,7 +129,7 @@ def files_of(source: Source, split: str, root: Path | None = None) -> list[Path]
 
 
 def _how_to_get(source: Source, split: str, folder: Path) -> str:
-    """Return the message for a data set whose files are missing."""
+    """Return the error message for missing files."""
     command = f"`fadamgc data get {source.name}`, or " if source.hub else ""
     layout = (
         "its signals as har.npz (x, y, subject, is_test)"
@@ -168,7 +139,7 @@ def _how_to_get(source: Source, split: str, folder: Path) -> str:
     return (
         f"data={source.name!r}: there is no {split} part in {folder}; {command}"
         f"download {source.where()} and put {layout} there, "
-        f"or say where they are: --data-root FOLDER or {VARIABLE}=FOLDER"
+        f"or name their folder: --data-root FOLDER or {VARIABLE}=FOLDER"
     )
 
 
@@ -203,7 +174,7 @@ def get(source: Source, say: Callable[[str], object] = print, root: Path | None 
         scratch = folder / f".{split}.parquet"
         try:
             load_dataset(source.hub, source.config, split=split).to_parquet(str(scratch))
-        except Exception as error:  # the hub's client raises many kinds
+        except Exception as error:  # datasets raises many kinds of errors
             raise InputError(
                 f"{source.hub} cannot be downloaded: {first_line(error)}; "
                 + _how_to_get(source, split, folder)

@@ -12,34 +12,34 @@ import numpy as np
 import torch
 
 from fadamgc.data.partition import generator
-from fadamgc.errors import InputError, counts, finite, shown
+from fadamgc.errors import InputError, counts, finite, not_accepted
 from fadamgc.runtime import check_room
 
 STREAM = 0x73796E74  # "synt" in ASCII
 
 
 class Synthetic(NamedTuple):
-    """The clients' data (X_i, Y_i), and the minimiser of f, (d,)."""
+    """A problem and its solution."""
 
-    clients: list[tuple[torch.Tensor, torch.Tensor]]
-    optimum: torch.Tensor
-    dim: int
+    clients: list[tuple[torch.Tensor, torch.Tensor]]  # (X_i, Y_i)
+    optimum: torch.Tensor  # the minimiser of f, (d,)
+    dim: int  # d
 
 
 def quadratics(
     clients: int = 10, dim: int = 20, seed: int = 0, condition: float = 10.0, spread: float = 1.0
 ) -> Synthetic:
-    """Return f_i(w) = 0.5 (w - c_i)^T diag(a_i) (w - c_i): each client has its own a_i and c_i.
+    """Return f_i(w) = 0.5 (w - c_i)^T diag(a_i) (w - c_i); a_i and c_i differ between clients.
 
-    As least squares: X_i = diag(sqrt(d a_i)) and Y_i = X_i c_i, so a client has d samples and all of
-    them are needed to compute f_i.
+    As least squares: X_i = diag(sqrt(d a_i)) and Y_i = X_i c_i, so a client has d samples, and f_i is the
+    mean over all of them.
 
     Args:
         clients: number of clients.
         dim: number of parameters d.
         seed: the same seed gives the same problem.
-        condition: curvatures a_i are log-uniform in [1, condition].
-        spread: standard deviation of the minimisers c_i; with 0 all clients have the minimiser w = 0.
+        condition: the curvatures a_i are log-uniform in [1, condition].
+        spread: standard deviation of the minimisers c_i; with 0, all clients have the minimiser w = 0.
 
     >>> quadratics(clients=3, dim=2).clients[0][0].shape
     torch.Size([2, 2])
@@ -65,7 +65,7 @@ def linear_regression(
     heterogeneity: float = 1.0,
     noise: float = 0.1,
 ) -> Synthetic:
-    """Return noisy linear targets; each client has its own ground truth and scaling of the features.
+    """Return noisy linear targets; ground truth and scales of the features differ between clients.
 
     Y_i = X_i (w + heterogeneity * u_i) + noise * e_i, with w, u_i, e_i standard normal; the columns of X_i
     are normal with standard deviations log-uniform in [1/2, 2].
@@ -125,8 +125,5 @@ def _range(samples: int | tuple[int, int]) -> tuple[int, int]:
     counts(samples=low)
     counts(samples=high)
     if low > high:
-        raise InputError(
-            f"samples={shown(samples)} is not accepted; it must be a whole number or "
-            "(low, high) with low <= high"
-        )
+        raise not_accepted("samples", samples, "a whole number or (low, high) with low <= high")
     return low, high

@@ -1,4 +1,4 @@
-"""Rows of parquet and CSV files, with errors that name the file and the row."""
+"""Rows of parquet and CSV files; error messages name the file and the row."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ CSV_BLOCK = 1 << 20, (1 << 31) - 1  # least and largest block; a row must fit in
 
 
 class Rows(NamedTuple):
-    """Some rows of a file."""
+    """Consecutive rows of a file."""
 
     file: Path
-    first: int  # number of the first row
-    columns: dict[str, Any]  # pyarrow arrays
+    first: int  # number of the first of these rows in the file
+    columns: dict[str, Any]  # pyarrow arrays by name
 
     def values(self, column: str) -> list[Any]:
         """Return a column as Python values."""
@@ -46,7 +46,7 @@ class Rows(NamedTuple):
         return values
 
     def labels(self, column: str, classes: int | None = None) -> npt.NDArray[np.int64]:
-        """Return a column of labels from 0 to classes - 1; None accepts any number of classes."""
+        """Return a column of labels from 0 to classes - 1; None: any number of classes."""
         values = self.values(column)
         for row, value in enumerate(values, self.first):
             is_integer = isinstance(value, int) and not isinstance(value, bool)
@@ -59,7 +59,7 @@ class Rows(NamedTuple):
 
 
 def read_parquet(files: Sequence[Path], columns: Sequence[str]) -> Iterator[Rows]:
-    """Read columns of parquet files, some rows at a time."""
+    """Read columns of parquet files, ``BATCH`` rows at a time."""
     pyarrow = _pyarrow()
     from pyarrow import parquet
 

@@ -14,11 +14,11 @@ import numpy.typing as npt
 
 from fadamgc.data.sources import files_of_kind
 from fadamgc.data.tables import Rows, read_csv, read_parquet
-from fadamgc.errors import InputError
+from fadamgc.errors import InputError, not_accepted
 
 log = logging.getLogger("fadamgc")
 
-HEADER = re.compile(r"[A-Za-z][\w-]*: ")  # the start of most posts that have headers
+HEADER = re.compile(r"[A-Za-z][\w-]*: ")  # how a post with headers begins
 
 
 class Texts(NamedTuple):
@@ -35,19 +35,14 @@ class Texts(NamedTuple):
 
 
 def load(name: str, split: str, root: Path | None = None) -> Texts:
-    """Read one part of a known data set.
+    """Read the "train" or "test" part of a known data set; without ``root``, from ``data_root()``.
 
     From newsgroup posts, headers, footers and quoted text are removed because they reveal the label; posts
     that become empty are dropped.
-
-    Args:
-        name: of the data set.
-        split: "train" or "test".
-        root: the data root; None is ``data_root()``.
     """
     source, files = files_of_kind(name, "texts", split, root)
     rows = read_parquet(files, (*source.inputs, source.label))
-    newsgroups = name == "20_newsgroups"  # some posts of its copies are already empty
+    newsgroups = name == "20_newsgroups"  # on the hub, some posts are empty
     texts = _collect(rows, source.inputs, source.label, files[0].parent, source.classes, newsgroups)
     return without_headers(texts) if newsgroups else texts
 
@@ -57,13 +52,13 @@ def read(path: str | Path, columns: Sequence[str], label: str, field: str = "dat
 
     Args:
         path: a .parquet or .csv file.
-        columns: names of the columns of texts: one, or two for pairs.
+        columns: name of the column of texts, or two names for pairs of texts.
         label: name of the column of labels, which are whole numbers from 0.
         field: the name of the path in messages.
     """
     file = Path(os.path.expanduser(path))
     if len(columns) not in (1, 2):
-        raise InputError(f"columns={list(columns)} is not accepted; give one column of texts, or two")
+        raise not_accepted("columns", list(columns), "one column of texts, or two")
     if not file.is_file():
         raise InputError(f"{field}={str(path)!r} {'is not a file' if file.exists() else 'does not exist'}")
     match file.suffix.lower():
@@ -100,14 +95,14 @@ def _collect(
             part += values
         labels.append(y)
     if not parts[0]:
-        raise InputError(f"{place}: there are no rows of texts; is it the right one?")
+        raise InputError(f"{place}: there are no rows of texts; give another file or folder")
     return Texts(parts[0], parts[1] if len(parts) > 1 else None, np.concatenate(labels))
 
 
 def without_headers(texts: Texts) -> Texts:
     """Remove headers, footers and quoted text from newsgroup posts; drop posts that become empty.
 
-    If most posts do not begin with a header, they have been cleaned before and stay as they are.
+    If most posts do not begin with a header, all were cleaned before and stay as they are.
     """
     from sklearn.datasets._twenty_newsgroups import (
         strip_newsgroup_footer,
@@ -119,8 +114,8 @@ def without_headers(texts: Texts) -> Texts:
         return str(strip_newsgroup_footer(strip_newsgroup_quoting(strip_newsgroup_header(post))))
 
     with_header = sum(HEADER.match(post) is not None for post in texts.first)
-    complete = 2 * with_header > len(texts.first)
-    posts = [(clean(post) if complete else post).strip() for post in texts.first]
+    originals = 2 * with_header > len(texts.first)
+    posts = [(clean(post) if originals else post).strip() for post in texts.first]
     kept = [i for i, post in enumerate(posts) if post]
     if len(kept) < len(posts):
         dropped = len(posts) - len(kept)

@@ -1,4 +1,4 @@
-"""Models to train, each made from its own seed; torch's global random numbers do not change."""
+"""Models to train. Their initial weights depend on a seed; torch's global random numbers do not change."""
 
 from fadamgc.models.cnn import cnn, cnn1d, convnet
 from fadamgc.models.inputs import ImageInput

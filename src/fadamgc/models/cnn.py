@@ -18,9 +18,9 @@ def cnn(
     Args:
         channels: colour channels of an image.
         side: height and width of an image, a multiple of 4.
-        outputs: numbers per output.
+        outputs: number of outputs, such as classes.
         widths: channels of the two convolutions; the hidden linear layer has eight times the first.
-        seed: of the initial weights; the same seed gives the same weights.
+        seed: the same seed gives the same initial weights.
 
     >>> sum(p.numel() for p in cnn(seed=0).parameters())
     1070794
@@ -29,7 +29,6 @@ def cnn(
     counts(channels=channels, outputs=outputs, widths=a)
     counts(widths=b)
     whole("side", side, 4, INT64_MAX)
-    hidden = 8 * a
     with seeded(whole("seed", seed, 0, INT64_MAX)):
         return nn.Sequential(
             nn.Conv2d(channels, a, kernel_size=3, padding=1),
@@ -39,21 +38,17 @@ def cnn(
             nn.ReLU(),
             nn.MaxPool2d(2),
             nn.Flatten(),
-            nn.Linear(b * (side // 4) ** 2, hidden),
+            nn.Linear(b * (side // 4) ** 2, 8 * a),
             nn.ReLU(),
-            nn.Linear(hidden, outputs),
+            nn.Linear(8 * a, outputs),
         )
 
 
 def convnet(channels: int = 3, side: int = 32, outputs: int = 10, width: int = 16, *, seed: int) -> nn.Module:
-    """Make two strided convolutions with group norm and a linear layer: little work for its accuracy.
+    """Make two strided convolutions with group norm and a linear layer: a fast network for its accuracy.
 
-    Args:
-        channels: colour channels of an image.
-        side: height and width of an image, a multiple of 4.
-        outputs: numbers per output.
-        width: channels of the first convolution; the second has twice as many.
-        seed: of the initial weights; the same seed gives the same weights.
+    ``width`` is the number of channels of the first convolution; the second has twice as many. The other
+    arguments are those of ``cnn``.
 
     >>> sum(p.numel() for p in convnet(side=16, seed=0).parameters())
     10602
@@ -74,13 +69,9 @@ def convnet(channels: int = 3, side: int = 32, outputs: int = 10, width: int = 1
 
 
 def cnn1d(channels: int = 9, outputs: int = 6, width: int = 16, *, seed: int) -> nn.Module:
-    """Make two convolutions over time with group norm and pooling, a mean over time, a linear layer.
+    """Make two convolutions over time with group norm and pooling, a mean over time and a linear layer.
 
-    Args:
-        channels: number of signals.
-        outputs: numbers per output.
-        width: channels of the first convolution; the second has twice as many.
-        seed: of the initial weights; the same seed gives the same weights.
+    ``channels`` is the number of signals. The other arguments are those of ``convnet``.
 
     >>> sum(p.numel() for p in cnn1d(seed=0).parameters())
     3574
@@ -99,5 +90,5 @@ def cnn1d(channels: int = 9, outputs: int = 6, width: int = 16, *, seed: int) ->
 
 
 def _groups(channels: int) -> int:
-    """Return the number of groups: at most eight, of at least four channels each."""
+    """Return the number of groups: at most 8, with at least 4 channels each."""
     return next(g for g in (8, 4, 2, 1) if channels % g == 0 and (g == 1 or channels // g >= 4))

@@ -1,4 +1,4 @@
-"""The first layer of a network for images: bytes in, normalised numbers out."""
+"""The first layer of a network for images: it turns bytes into normalised numbers."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-BORDER = 8  # an image is shifted by up to an eighth of its side
+BORDER = 8  # an image is shifted by at most side / BORDER pixels
 
 
 class ImageInput(nn.Module):
-    """Normalise images, and in training mode flip and shift each of them at random.
+    """Normalise images and, in training mode, flip and shift each of them at random.
 
-    Images stay bytes until this layer, which takes a quarter of the memory.
+    Images are stored as bytes until this layer, in a quarter of the memory of floats.
 
     Args:
-        mean: mean of the pixels of each colour, as shares of white.
+        mean: mean of the pixels of each colour; white is 1.
         std: standard deviation of the pixels of each colour.
-        augment: "none", "flip" (left and right, half of the images) or "crop-flip" (also shifted by up to
-            an eighth of the side, with black around).
+        augment: "none", "flip" (half of the images, left to right) or "crop-flip" (also shifted by up to
+            an eighth of the side, with a border of the mean colour).
     """
 
     mean: Tensor
@@ -33,7 +33,7 @@ class ImageInput(nn.Module):
         self.register_buffer("std", 255 * torch.tensor(std)[:, None, None], persistent=False)
 
     def _get_name(self) -> str:
-        return "ImageInput"  # the name in the fingerprint of checkpoints, which stays the same
+        return "ImageInput"  # for all time: it is part of the fingerprints in checkpoints
 
     def forward(self, images: Tensor) -> Tensor:
         """Return images (n, colours, side, side) as numbers of mean 0 and standard deviation 1."""

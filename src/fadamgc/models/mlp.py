@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from torch import nn
 
-from fadamgc.errors import INT64_MAX, InputError, counts, listed, shown, whole
+from fadamgc.errors import INT64_MAX, counts, listed, not_accepted, whole
 from fadamgc.runtime import seeded
 
 
@@ -16,15 +16,15 @@ def mlp(inputs: int, hidden: Sequence[int], outputs: int, seed: int) -> nn.Modul
 
     Args:
         inputs: numbers per sample; samples of any shape are flattened.
-        hidden: widths of the hidden layers; empty gives a linear model.
-        outputs: numbers per output.
-        seed: of the initial weights; the same seed gives the same weights.
+        hidden: widths of the hidden layers; an empty list gives a linear model.
+        outputs: number of outputs, such as classes.
+        seed: the same seed gives the same initial weights.
 
     >>> sum(p.numel() for p in mlp(64, [64], 10, seed=0).parameters())
     4810
     """
     if (layers := listed(hidden)) is None:
-        raise InputError(f"hidden={shown(hidden)} is not accepted; it must be a list of widths")
+        raise not_accepted("hidden", hidden, "a list of widths")
     counts(inputs=inputs, outputs=outputs)
     for width in layers:
         counts(hidden=width)

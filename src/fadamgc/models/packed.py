@@ -2,15 +2,15 @@
 
 The texts of a batch differ in length, and transformers computes as much for each text as for the longest.
 Here the tokens of all texts are concatenated, so that everything except the attention (a few percent of the
-work) is computed for real tokens only. A classifier uses one token of the last layer's output, so that layer
-is computed for this token alone (its keys and values for all). The outputs equal those of transformers, to
-rounding: the parts are its own modules, with their adapters.
+work) is computed for real tokens only. A classifier uses one token per text of the last layer's output, so
+that layer is computed for these tokens only (its keys and values for all tokens). The modules are those of
+transformers, with their adapters, and the outputs are equal up to rounding.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,16 +18,16 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 class Layout(NamedTuple):
-    """The positions of a batch's tokens."""
+    """The positions of a batch's tokens: in (texts, length), with padding, and in (tokens,), without."""
 
     mask: Tensor  # (texts, length): False is padding
-    position: Tensor  # for each token, its index in (texts x length)
-    first: Tensor  # for each text, the number of its first token
-    last: Tensor  # for each text, the number of its last token
+    position: Tensor  # (tokens,): the token's index in the flattened mask
+    first: Tensor  # (texts,): the index of the text's first token
+    last: Tensor  # (texts,): the index of the text's last token
 
     @classmethod
     def of(cls, mask: Tensor) -> Layout:
-        """Return the layout of texts whose padding is on the right."""
+        """Return the layout of texts with padding on the right."""
         end = mask.sum(dim=1).cumsum(0)
         first = torch.cat([end.new_zeros(1), end[:-1]])
         return cls(mask, mask.flatten().nonzero()[:, 0], first, end - 1)
@@ -45,7 +45,7 @@ class Layout(NamedTuple):
         return x.view(texts, length, -1)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, heads: int, causal: bool, **options: Any) -> Tensor:
-        """Compute the attention within each text; q has all tokens, or one token per text."""
+        """Compute the attention within each text; q is for all tokens, or for one token per text."""
         single = len(q) == len(self.mask)
 
         def split(x: Tensor) -> Tensor:
@@ -62,25 +62,21 @@ class Layout(NamedTuple):
 
 
 class Packed(ABC):
-    """The parts of a transformer that classifies texts.
+    """The parts of a classifier of transformers."""
 
-    Args:
-        classifier: a model of transformers.
-    """
-
-    body: Any
     layers: nn.ModuleList
-    embeddings: tuple[str, ...]  # names of the modules in the body that come before the layers
+    embeddings: ClassVar[tuple[str, ...]]  # names of the modules in the body that come before the layers
+    selected: ClassVar[Literal["first", "last"]]  # the token of each text that the head uses
 
-    def __init__(self, classifier: Any) -> None:
-        self.classifier = classifier
+    def __init__(self, classifier: Any, body: Any) -> None:
+        self.classifier, self.body = classifier, body
 
     def run(self, x: Tensor, layout: Layout, first: int = 0) -> Tensor:
         """Return the logits from the input (tokens, width) of layer ``first``."""
-        for i in range(first, len(self.layers)):
-            selected = self.selected(layout) if i == len(self.layers) - 1 else None
-            x = self.layer(i, x, layout, selected)
-        return self.head(x)
+        last = len(self.layers) - 1
+        for i in range(first, last):
+            x = self.layer(i, x, layout)
+        return self.head(self.layer(last, x, layout, getattr(layout, self.selected)))
 
     @abstractmethod
     def embed(self, tokens: Tensor, positions: Tensor, types: Tensor | None) -> Tensor:
@@ -88,11 +84,7 @@ class Packed(ABC):
 
     @abstractmethod
     def layer(self, i: int, x: Tensor, layout: Layout, selected: Tensor | None = None) -> Tensor:
-        """Return the output of a layer, for all tokens or for the selected ones."""
-
-    @abstractmethod
-    def selected(self, layout: Layout) -> Tensor:
-        """Return the number of the token of each text that the head uses."""
+        """Return the output of a layer, for all tokens or for the tokens with the selected indices."""
 
     @abstractmethod
     def head(self, x: Tensor) -> Tensor:
@@ -100,13 +92,11 @@ class Packed(ABC):
 
 
 class _Bert(Packed):
-    """An encoder; the head uses the first token."""
-
-    embeddings = ("embeddings",)
+    embeddings, selected = ("embeddings",), "first"
 
     def __init__(self, classifier: Any) -> None:
-        super().__init__(classifier)
-        self.body, self.layers = classifier.bert, classifier.bert.encoder.layer
+        super().__init__(classifier, classifier.bert)
+        self.layers = self.body.encoder.layer
 
     def embed(self, tokens: Tensor, positions: Tensor, types: Tensor | None) -> Tensor:
         types = torch.zeros_like(tokens) if types is None else types
@@ -117,21 +107,13 @@ class _Bert(Packed):
         layer: Any = self.layers[i]
         attention = layer.attention.self
         residual = x if selected is None else x[selected]
-        hidden = layout.attend(
-            attention.query(residual),
-            attention.key(x),
-            attention.value(x),
-            attention.num_attention_heads,
-            causal=False,
-            dropout_p=attention.dropout.p if attention.training else 0.0,
-            scale=attention.scaling,
-        )
+        q, k, v = attention.query(residual), attention.key(x), attention.value(x)
+        dropout = attention.dropout.p if attention.training else 0.0
+        heads, scale = attention.num_attention_heads, attention.scaling
+        hidden = layout.attend(q, k, v, heads, causal=False, dropout_p=dropout, scale=scale)
         hidden = layer.attention.output(hidden, residual)
         out: Tensor = layer.output(layer.intermediate(hidden), hidden)
         return out
-
-    def selected(self, layout: Layout) -> Tensor:
-        return layout.first
 
     def head(self, x: Tensor) -> Tensor:
         logits: Tensor = self.classifier.classifier(self.classifier.dropout(self.body.pooler(x[:, None])))
@@ -139,13 +121,11 @@ class _Bert(Packed):
 
 
 class _Gpt2(Packed):
-    """A decoder; the head uses the last token, which depends on the whole text."""
-
-    embeddings = ("wte", "wpe", "drop")
+    embeddings, selected = ("wte", "wpe", "drop"), "last"  # only the last token depends on the whole text
 
     def __init__(self, classifier: Any) -> None:
-        super().__init__(classifier)
-        self.body, self.layers = classifier.transformer, classifier.transformer.h
+        super().__init__(classifier, classifier.transformer)
+        self.layers = self.body.h
 
     def embed(self, tokens: Tensor, positions: Tensor, types: Tensor | None) -> Tensor:
         x = self.body.wte(tokens) + self.body.wpe(positions)
@@ -158,18 +138,12 @@ class _Gpt2(Packed):
         q, k, v = attention.c_attn(layer.ln_1(x)).chunk(3, dim=1)
         if selected is not None:
             q, x = q[selected], x[selected]
-        hidden = layout.attend(
-            *(q, k, v, attention.num_heads),
-            causal=True,
-            dropout_p=attention.attn_dropout.p if attention.training else 0.0,
-            scale=attention.scaling,
-        )
+        dropout = attention.attn_dropout.p if attention.training else 0.0
+        heads, scale = attention.num_heads, attention.scaling
+        hidden = layout.attend(q, k, v, heads, causal=True, dropout_p=dropout, scale=scale)
         x = x + attention.resid_dropout(attention.c_proj(hidden))
         out: Tensor = x + layer.mlp(layer.ln_2(x))
         return out
-
-    def selected(self, layout: Layout) -> Tensor:
-        return layout.last
 
     def head(self, x: Tensor) -> Tensor:
         logits: Tensor = self.classifier.score(self.body.ln_f(x))
@@ -183,7 +157,7 @@ KINDS: dict[str, type[_Bert | _Gpt2]] = {
 
 
 def packed(classifier: nn.Module) -> Packed | None:
-    """Return the parts of a classifier of transformers; None if it cannot be computed without padding."""
+    """Return the parts of a classifier of transformers; None if this module does not support it."""
     kind = KINDS.get(type(classifier).__name__)
     config: Any = getattr(classifier, "config", None)
     if kind is None or (kind is _Bert and config.is_decoder) or config.add_cross_attention:
@@ -191,8 +165,6 @@ def packed(classifier: nn.Module) -> Packed | None:
     if getattr(config, "position_embedding_type", "absolute") != "absolute":
         return None
     parts = kind(classifier)
-    if parts.body.is_gradient_checkpointing:
-        return None
-    if any(hasattr(getattr(layer, "attn", None), "modules_to_save") for layer in parts.layers):
-        return None  # peft has copied the attention; adapters would be applied to the wrong copy
-    return parts
+    # If peft has copied the attention, adapters would be applied to the wrong copy.
+    copied = any(hasattr(getattr(layer, "attn", None), "modules_to_save") for layer in parts.layers)
+    return None if copied or parts.body.is_gradient_checkpointing else parts

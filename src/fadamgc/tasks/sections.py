@@ -1,8 +1,8 @@
-"""The [task] section of a spec: which data, how they are distributed to clients, which model."""
+"""The [task] section of a spec: the data, their distribution to clients, and the model."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -36,7 +36,7 @@ class LabelledTask(Section):
     @model_validator(mode="before")
     @classmethod
     def _check_partition_settings(cls, table: Any) -> Any:
-        """Fill in the defaults of the partition; refuse settings of another one."""
+        """Fill in the defaults of the partition; refuse settings of another partition."""
         kind = table.get("partition", "dirichlet") if isinstance(table, dict) else None
         if not isinstance(kind, str) or kind not in cls.PARTITIONS:
             return table
@@ -60,21 +60,21 @@ class DigitsTask(LabelledTask):
 
 
 class ImagesTask(LabelledTask):
-    """Images from the data root, classified by a convolutional network."""
+    """Images from the data root, classified by a network."""
 
     data: Literal["cifar10", "cifar100", "tiny-imagenet"]
     model: Literal["mlp", "cnn", "resnet8", "resnet18"] = "cnn"
     width: Count | None = None  # of the first layer; None: the model's default
     norm: Literal["group", "batch"] = "group"
     clients: Count = 100
-    mean: tuple[Fraction, Fraction, Fraction] | None = None  # of the pixels, 1 is white; None: the data set's
+    mean: tuple[Fraction, Fraction, Fraction] | None = None  # per colour; white is 1; None: the data set's
     std: tuple[Positive, Positive, Positive] | None = None
-    shrink: Literal[1, 2, 4] = 1  # images are averaged over squares of this many pixels
-    augment: Literal["none", "flip", "crop-flip"] = "none"  # of training images
-    train_samples: Count | None = None  # a subset of the train part, balanced over classes; None: all
+    shrink: Literal[1, 2, 4] = 1  # each square of shrink x shrink pixels becomes one pixel
+    augment: Literal["none", "flip", "crop-flip"] = "none"  # random changes of training images
+    train_samples: Count | None = None  # size of a subset, balanced over classes; None: all samples
     test_samples: Count | None = None
 
-    # Computed from the complete train parts; `fadamgc data check` computes them for your files.
+    # Means and standard deviations over the train parts, as `fadamgc data check` prints them.
     COLOURS: ClassVar[dict[str, dict[str, tuple[float, float, float]]]] = {
         "cifar10": {"mean": (0.4914, 0.4822, 0.4465), "std": (0.2470, 0.2435, 0.2616)},
         "cifar100": {"mean": (0.5071, 0.4866, 0.4409), "std": (0.2673, 0.2564, 0.2762)},
@@ -92,7 +92,7 @@ class ImagesTask(LabelledTask):
     @model_validator(mode="after")
     def _check_norm(self) -> ImagesTask:
         if self.norm == "batch" and self.model in ("mlp", "cnn"):
-            raise ValueError("norm='batch' is for the resnets; the cnn has group norm, the mlp none")
+            raise ValueError("norm='batch' is for the resnets; the cnn has group norm, the mlp has no norm")
         return self
 
 
@@ -109,23 +109,23 @@ class HarTask(Section):
 
 
 class TextTask(LabelledTask):
-    """Texts, classified by a pretrained transformer of which adapters and head are trained."""
+    """Texts, classified by a pretrained transformer; only its adapters and its head are trained."""
 
     data: Literal["20_newsgroups", "glue/sst2", "glue/qnli", "glue/qqp"]
     model: Annotated[str, Field(min_length=1)] = "minilm"  # or a folder, or a name on the hub
-    rank: Count | None = None  # of the adapters; None: the model's default, also for
-    targets: Annotated[tuple[str, ...], Field(min_length=1)] | None = None  # the modules that are adapted
-    upper_layers: Count | None = None  # adapters in this many layers from the top; None: in all
+    rank: Count | None = None  # of the adapters; None: the default for the model
+    targets: Annotated[tuple[str, ...], Field(min_length=1)] | None = None  # modules with adapters; as rank
+    upper_layers: Count | None = None  # number of layers, from the top, that have adapters; None: all
     dropout: Annotated[float, Field(ge=0, lt=1)] | None = None  # None: the model's default
     length: Annotated[int, Field(ge=2)] = 128  # tokens; longer texts are cut
     clients: Count = 100
-    train_samples: Count | None = None  # a subset of the train part, balanced over classes; None: all
+    train_samples: Count | None = None  # size of a subset, balanced over classes; None: all samples
     test_samples: Count | None = None
 
     @model_validator(mode="after")
     def _check_adapters(self) -> TextTask:
         if (self.rank is None) != (self.targets is None):
-            raise ValueError(f"rank={self.rank} and targets={shown(self.targets)}: give both, or none")
+            raise ValueError(f"rank={self.rank} and targets={shown(self.targets)}: give both or neither")
         return self
 
 
@@ -170,7 +170,7 @@ class LinearRegressionTask(LeastSquaresTask):
 
 
 class CustomTask(Section):
-    """The task of another program, such as a federation: its runs can be read, but not run again."""
+    """The task of another program, such as a federation; its runs can be reported on, but not repeated."""
 
     data: Literal["custom"]
     clients: Count
@@ -186,24 +186,13 @@ TaskSpec: TypeAlias = (
     DigitsTask | ImagesTask | HarTask | TextTask | QuadraticsTask | LinearRegressionTask | CustomTask
 )
 TASKS: dict[str, type[TaskSpec]] = {
-    "digits": DigitsTask,
-    "cifar10": ImagesTask,
-    "cifar100": ImagesTask,
-    "tiny-imagenet": ImagesTask,
-    "uci_har": HarTask,
-    "20_newsgroups": TextTask,
-    "glue/sst2": TextTask,
-    "glue/qnli": TextTask,
-    "glue/qqp": TextTask,
-    "quadratics": QuadraticsTask,
-    "linear_regression": LinearRegressionTask,
-    "custom": CustomTask,
+    name: kind for kind in get_args(TaskSpec) for name in get_args(kind.model_fields["data"].annotation)
 }
 RUNNABLE = tuple(name for name in TASKS if name != "custom")
 
 
 def task_spec(**table: Any) -> TaskSpec:
-    """Make a [task] section from its keys; None stands for a key that is not given."""
+    """Make a [task] section from its keys; a key with the value None counts as missing."""
     table = {key: frozen(value, key) for key, value in table.items() if value is not None}
     if "data" not in table:
         raise InputError(f"[task] needs the key 'data', one of {', '.join(map(repr, RUNNABLE))}")

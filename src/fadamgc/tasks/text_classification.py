@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, pad
 
 from fadamgc.data import dirichlet, iid, texts
 from fadamgc.data.sources import SOURCES
 from fadamgc.data.texts import Texts
-from fadamgc.errors import InputError, nearest, whole
+from fadamgc.errors import INT64_MAX, InputError, nearest, not_accepted, whole
 from fadamgc.models import text as models
 from fadamgc.models.pretrained import MINILM, load_base
 from fadamgc.task import Pair, Task
@@ -37,38 +37,38 @@ def text(
     dropout: float | None = None,
     length: int = 128,
 ) -> Task:
-    """Classify texts with a pretrained transformer of which adapters and head are trained.
+    """Classify texts with a pretrained transformer; only its adapters and its head are trained.
 
-    Only adapters and head are in the flat vector, in the clients' states and in messages; the base model is
-    in memory once.
+    The flat vector, the clients' states and the messages contain only adapters and head. The base model is in
+    memory once, for all clients.
 
     Args:
         base: a sequence-classification model of Hugging Face: "minilm" (all-MiniLM-L6-v2, included in
             ``fadamgc[text]``), a folder, or a name on the hub.
-        data: "20_newsgroups", "glue/sst2", "glue/qnli", "glue/qqp", or a .parquet or .csv file.
-        test: a file with the same columns to test on; a data set given by name has its own test part.
+        data: "20_newsgroups", "glue/sst2", "glue/qnli", "glue/qqp", or your own .parquet or .csv file.
+        test: your own file to test on, with the same columns; known data sets have a test part.
         columns: the column of texts in your own files, or two columns for pairs; None is "text".
         label: the column of labels in your own files, whole numbers from 0; None is "label".
-        classes: how many labels there are, if not all of them are in the train data.
-        clients: the number of clients that the train data are distributed to.
-        alpha: of the Dirichlet distribution of labels; None: all clients get the same mixture.
-        seed: of the partition, the adapters and the head.
+        classes: number of labels, if not all of them occur in your own files.
+        clients: number of clients.
+        alpha: concentration of the Dirichlet partition; None: all clients get the same mixture of labels.
+        seed: of the partition and of the initial weights of adapters and head.
         adapters: a ``peft.LoraConfig``; None is rank 8 on queries and values (GPT-2: 16 on all projections).
-        tokenizer: instead of the base model's.
-        upper_layers: the number of layers, from the top, that have adapters; the layers below are computed
-            once, for all rounds, without dropout. None: all layers have adapters.
-        dropout: in the base model; None: the base model's default.
-        length: tokens of a text (or pair); longer ones are cut.
+        tokenizer: a tokenizer of transformers; None is the base model's.
+        upper_layers: number of layers, from the top, that have adapters. The outputs of the layers below are
+            computed once, before the first round, without dropout. None: all layers have adapters.
+        dropout: dropout rate of the base model; None is the base model's default.
+        length: largest number of tokens of a text (or pair); longer ones are cut.
 
     Example:
         >>> task = fadamgc.tasks.text(data="reviews.csv", columns=("review",), clients=20)  # doctest: +SKIP
     """
     whole("clients", clients, 1)
-    whole("seed", seed, 0, 2**63 - 1)
+    whole("seed", seed, 0, INT64_MAX)
     whole("length", length, 1, 2**31 - 1)
     for field, value in (("base", base), ("data", data), ("test", test)):
         if not isinstance(value, (str, Path)) and not (field == "test" and value is None):
-            raise InputError(f"{field}={value!r} is not accepted; give a name or a path")
+            raise not_accepted(field, value, "a name or a path")
     by_name = str(data) in SOURCES
     if by_name:
         for field, option in {"test": test, "columns": columns, "label": label, "classes": classes}.items():
@@ -93,14 +93,9 @@ def text(
     )
     parts = [torch.from_numpy(rows) for rows in partition.indices]
     pairs: list[Pair] = [(tokens[0][rows], labels[rows]) for rows in parts]
-    return Task(
-        model,
-        cross_entropy,
-        pairs,
-        (tokens[1], torch.from_numpy(held_out.y)) if has_test else None,
-        metric="accuracy",
-        name=str(data) if by_name else Path(data).stem,
-    )
+    test_pair = (tokens[1], torch.from_numpy(held_out.y)) if has_test else None
+    name = str(data) if by_name else Path(data).stem
+    return Task(model, cross_entropy, pairs, test_pair, metric="accuracy", name=name)
 
 
 def _read_files(
@@ -110,20 +105,19 @@ def _read_files(
     label: str | None,
     classes: int | None,
 ) -> tuple[Texts, Texts, int]:
-    """Read texts to train on and to test on from files, and the number of classes."""
+    """Return the texts of files to train on and to test on, and the number of classes."""
     if Path(data).suffix.lower() not in (".parquet", ".csv"):
         names = [name for name, source in SOURCES.items() if source.kind == "texts"]
         raise InputError(
             f"data={str(data)!r} is not known{nearest(str(data), names)}; "
             f"give a .parquet or .csv file or one of {', '.join(names)}"
         )
-    columns = "text" if columns is None else columns
-    columns = (columns,) if isinstance(columns, str) else columns
+    columns = ("text",) if columns is None else (columns,) if isinstance(columns, str) else columns
     if not isinstance(columns, (list, tuple)) or not all(isinstance(column, str) for column in columns):
-        raise InputError(f"columns={columns!r} is not accepted; give the name of a column, or a list of two")
+        raise not_accepted("columns", columns, "the name of a column, or a list of two")
     label = "label" if label is None else label
     if not isinstance(label, str):
-        raise InputError(f"label={label!r} is not accepted; give the name of a column")
+        raise not_accepted("label", label, "the name of a column")
     train = texts.read(data, columns, label)
     held_out = train if test is None else texts.read(test, columns, label, "test")
     if classes is None:
@@ -157,9 +151,9 @@ def encode_for_model(
     upper_layers: int | None,
     **options: Any,
 ) -> tuple[models.TextClassifier, list[Tensor]]:
-    """Load a model and encode sets of texts as its inputs; ``text`` explains the arguments.
+    """Load a model and encode sets of texts as its inputs; the arguments are those of ``text``.
 
-    With ``upper_layers``, the inputs are the outputs of the lower layers, which the model no longer has.
+    With ``upper_layers``, the model has only these layers; its inputs are the outputs of the lower layers.
     """
     loaded = load_base(base, classes, seed, upper_layers=upper_layers, **options)
     model = models.TextClassifier(loaded.net, loaded.tokenizer.pad_token_id)
@@ -167,15 +161,10 @@ def encode_for_model(
     width = max(tokens.shape[2] for tokens in inputs)
     if loaded.positions is not None and width > loaded.positions:
         raise InputError(
-            f"length={length} is not accepted: base={str(base)!r} takes {loaded.positions} tokens at the most"
+            f"length={length} is not accepted; base={str(base)!r} takes at most {loaded.positions} tokens"
         )
-    inputs = [_padded(tokens, width) for tokens in inputs]
+    inputs = [pad(tokens, (0, width - tokens.shape[2]), value=models.PADDING) for tokens in inputs]
     if upper_layers is not None and upper_layers < loaded.layers and model.in_parts:
         upper = models.without_lower_layers(model, loaded, upper_layers)
-        inputs = [models.cached_lower_outputs(model, loaded, upper_layers, tokens) for tokens in inputs]
-        model = upper
+        return upper, [models.cached_lower_outputs(model, loaded, upper_layers, tokens) for tokens in inputs]
     return model, inputs
-
-
-def _padded(tokens: Tensor, width: int) -> Tensor:
-    return torch.nn.functional.pad(tokens, (0, width - tokens.shape[2]), value=models.PADDING)
