@@ -25,6 +25,7 @@ from fadamgc.flower.protocol import (
     Request,
     Stamp,
     StoredState,
+    TrainRequest,
     resolve_pending,
     with_pending,
 )
@@ -82,9 +83,8 @@ class World:
             keeper = SimpleNamespace(
                 load=keeper.load, locked=keeper.locked, save=lambda _: (_ for _ in ()).throw(Killed())
             )
-        reply = handle_request(
-            self.parties[i], keeper, self.algo, self.settings, request, tracked, down, buffers
-        )
+        train = TrainRequest(request, tracked, self.algo, self.settings, down, buffers)
+        reply = handle_request(self.parties[i], keeper, train)
         if killed == "after":
             raise Killed
         return reply
@@ -417,7 +417,7 @@ def test_a_client_checks_what_it_receives(tmp_path):
     (asked, down, buffers) = world.messages()[0]
     for bad, said in (
         (down | {"x": down["x"][1:]}, "the server's x is torch.float64"),
-        (down | {"y": down["y"] / 0}, "the server's y is not finite"),
+        (down | {"y": down["y"] / 0}, "the server's y has numbers that are not finite"),
         ({"x": down["x"]}, r"has \['x'\], this model needs \['x', 'y'\]"),
     ):
         with pytest.raises(RefusedError, match=said):
@@ -472,7 +472,7 @@ def test_the_state_of_a_client_is_checked_when_it_is_read(tmp_path):
     other = ClientStore(tmp_path / "node", "test", 5)
     keeper.folder.rename(other.folder)
     with pytest.raises(
-        CheckpointError, match="holds the state of client 0 of experiment 'test', not of client 5"
+        CheckpointError, match="has the state of client 0 of experiment 'test', not of client 5"
     ):
         other.load(kind)
     with pytest.raises(InputError, match="it names a folder"):

@@ -1,4 +1,5 @@
-"""Access to a SuperLink: how it is started, the operator's token, and a check that strangers are refused."""
+"""Access to a SuperLink: the command that starts it, the operator's token, and a check that strangers are
+refused."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ def make_token(path: Path) -> str:
 
 
 def log_in(home: Path, address: str, token: str) -> None:
-    """Let Flower's command send the operator's token to a SuperLink.
+    """Let Flower's command ``flwr`` send the operator's token to a SuperLink.
 
     Args:
         home: Flower's folder, $FLWR_HOME.
@@ -62,13 +63,9 @@ def log_in(home: Path, address: str, token: str) -> None:
 
 
 def check_refusals(host: str, port: int, root: Path | None, paths: Sequence[str] = PROTECTED_PATHS) -> None:
-    """Send a SuperLink or a node the requests of a stranger, and fail unless it refuses them.
+    """Send requests without a token to a SuperLink or a node, and fail unless it refuses them.
 
-    Args:
-        host: where it listens.
-        port: where it listens.
-        root: the authority's certificate, or None without TLS.
-        paths: the requests.
+    ``root`` is the authority's certificate, or None without TLS.
     """
     tls = None if root is None else ssl.create_default_context(cafile=str(root))
     for path in paths:

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from fadamgc.bundle import has_bundle, read_bundle, write_bundle
-from fadamgc.errors import CheckpointError
+from fadamgc.errors import CheckpointError, shown
 from fadamgc.files import lock, private_folder, write_atomic
 
 BUNDLE = "federation"
@@ -28,31 +28,20 @@ Checkpoint = tuple[dict[str, Any], dict[str, Tensor]]
 
 
 class ServerStore:
-    """The folder of a server's checkpoint.
+    """The folder of a server's checkpoints: the newest ``keep``, each under a name with its round.
 
     A server may be presumed dead and still be running, as when a SuperLink dies and its ServerApp does not.
     So the newest start takes over, and no earlier start writes again.
-
-    The checkpoints of the last rounds are stored under other names, as links to the same files.
-
-    Args:
-        folder: the folder.
-        keep: how many checkpoints are stored, the newest included.
-
-    Attributes:
-        folder: the folder.
-        attempt: number of this start, from 1; no two starts have the same number.
     """
 
     def __init__(self, folder: str | Path, keep: int = 1) -> None:
         self.folder, self.keep = Path(folder), keep
-        self.attempt = 0
+        self.attempt = 0  # number of this start, from 1; no two starts have the same number
 
     def take_over(self, needed: bool = True) -> Checkpoint | None:
         """Claim the folder for this start, so that no earlier start can write; return the last checkpoint.
 
-        Args:
-            needed: refuse a damaged checkpoint; False treats it as absent.
+        A damaged checkpoint is an error if it is ``needed``, and treated as absent if not.
         """
         with self._locked():
             for leftover in self.folder.glob(f"{TEMPORARY_PREFIX}*"):  # of a process that was killed
@@ -65,8 +54,8 @@ class ServerStore:
                     raise
             previous = 0 if checkpoint is None else int(checkpoint[0]["attempt"])
             self.attempt = max(previous, self._newest_start()) + 1
-            text = json.dumps({"attempt": self.attempt})
-            write_atomic(self.folder / START_FILE, text.encode(), private=True)
+            start = json.dumps({"attempt": self.attempt}).encode()
+            write_atomic(self.folder / START_FILE, start, private=True)
         return checkpoint
 
     def check(self) -> None:
@@ -78,6 +67,16 @@ class ServerStore:
                 f"{self.attempt}); this one ends and writes nothing more to the folder"
             )
 
+    def check_identity(self, here: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+        """Raise an error if a checkpoint belongs to another experiment than the one that runs here."""
+        for key in {**here, **saved}:
+            if here.get(key) != saved.get(key):
+                raise CheckpointError(
+                    f"{self.folder} is the checkpoint of another experiment: "
+                    f"{key}={shown(saved.get(key))} there, {shown(here.get(key))} here; give another "
+                    "experiment, or the settings that it had"
+                )
+
     def write(self, content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Replace the checkpoint."""
         with self._locked():
@@ -86,7 +85,7 @@ class ServerStore:
             self._keep_newest(int(content["round"]))
 
     def rounds(self) -> list[int]:
-        """Return the rounds that have a checkpoint of their own."""
+        """Return the rounds that have a checkpoint under their own name."""
         return sorted({t for _, t in self._checkpoints()})
 
     def read(self, t: int) -> Checkpoint:
@@ -107,7 +106,7 @@ class ServerStore:
             return read_bundle(Path(temporary), BUNDLE)
 
     def _checkpoints(self) -> dict[tuple[int, int], dict[str, Path]]:
-        """Return the files of the complete checkpoints by (start, round), with the names they had first."""
+        """Return the files of the complete checkpoints by (start, round), with their original names."""
         checkpoints: dict[tuple[int, int], dict[str, Path]] = {}
         for path in self.folder.glob("round-*"):
             if match := OLDER_FILE.fullmatch(path.name):
