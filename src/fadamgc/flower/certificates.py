@@ -21,8 +21,8 @@ from fadamgc.files import private_folder, write_atomic
 
 AUTHORITY = "fadamgc local federation"
 VALIDITY = timedelta(days=365)
-RENEWAL = timedelta(days=30)  # before the end: `up` renews certificates, other commands warn
-CLOCK_SKEW = timedelta(days=1)  # clocks that are behind by this much accept a new certificate
+RENEWAL = timedelta(days=30)  # this long before the end, `up` renews certificates and other commands warn
+CLOCK_SKEW = timedelta(days=1)  # machines whose clocks are behind by this much accept a new certificate
 
 AUTHORITY_FILE, CERTIFICATE_FILE, KEY_FILE = "ca.crt", "server.crt", "server.key"
 KEY_USES = (
@@ -65,7 +65,7 @@ def ensure_certificates(folder: Path, address: str, now: datetime | None = None)
 
 
 def acceptable(folder: Path, address: str, when: datetime) -> bool:
-    """Return whether a client that trusts ``ca.crt`` accepts the server at that time, and its key exists."""
+    """Return whether clients that trust ``ca.crt`` would accept the server then, and it has its key."""
     try:
         authority, server = _read(folder)
         verifier = (
@@ -82,7 +82,7 @@ def acceptable(folder: Path, address: str, when: datetime) -> bool:
 
 
 def end_of(folder: Path) -> datetime | None:
-    """Return when the first of the certificates ends, or None if they cannot be read."""
+    """Return when the certificates end, or None if they cannot be read."""
     try:
         return min(certificate.not_valid_after_utc for certificate in _read(folder))
     except (OSError, ValueError):

@@ -94,8 +94,8 @@ class ClientStore:
         Raises:
             RefusedError: "busy", the first process still has the lock.
         """
-        for folder in (self.folder.parent, self.folder):  # also folders that an earlier version has made
-            private_folder(folder)
+        private_folder(self.folder.parent)  # also one that an earlier version has made
+        private_folder(self.folder)
         try:
             state_lock = lock(self.folder, seconds)
         except CheckpointInUseError:

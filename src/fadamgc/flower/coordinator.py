@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,7 +20,7 @@ from fadamgc.algorithm import AnyAlgorithm, example
 from fadamgc.errors import InputError, whole
 from fadamgc.escape import printable
 from fadamgc.federation.client_states import ClientStates
-from fadamgc.federation.cost import CostModel, Work
+from fadamgc.federation.cost import CostModel
 from fadamgc.federation.functions import TaskFunctions
 from fadamgc.federation.run import Record, Run
 from fadamgc.federation.sampling import Draw
@@ -33,7 +32,7 @@ from fadamgc.flower.client_store import check_experiment_name
 from fadamgc.flower.members import Members
 from fadamgc.flower.protocol import MAX_GENERATION, NEVER, RefusedError, Reply, Request, Stamp
 from fadamgc.flower.reply_checks import Norms, ReplyChecks, Scale, evaluate, refusal
-from fadamgc.flower.server_store import Checkpoint, ServerStore
+from fadamgc.flower.server_store import Checkpoint, ServerStore, federation_checkpoint, restore_federation
 from fadamgc.task import Task
 from fadamgc.tree import from_names, named_leaves
 
@@ -61,20 +60,11 @@ class Coordinator:
         experiment: name of the experiment, under which clients store their states.
         store: folder for the checkpoint; None for none: a server that is killed then restarts from round 1.
         cost: how rounds are priced.
-        max_norm: refuse a reply with a longer vector; None accepts any length.
-        max_norm_ratio: refuse a reply with a vector, or a change of buffers, that is longer than this many
-            times the typical length: the larger of the median of this round and of the largest median of
-            earlier rounds. A client with more local steps than is typical may go further, in proportion, up
-            to this many times. None accepts any length.
-        max_samples: refuse a client that says that it has more samples; None accepts any number.
-        max_size_ratio: with weights="size", refuse a client that says that it has more than this many times
-            the median number of samples; None accepts any number.
-        min_clients: a round with fewer replies does not count.
-        checkpoints: how many checkpoints are kept, the newest included.
-        restore_round: return to the checkpoint of this round, and reset all states; None resumes from the
-            newest checkpoint.
-        unbind: clients that are no longer bound to the key of their node; they are bound to the next key.
-        reset_states: reset the states of all clients, and the server's state except for the model.
+        max_norm: see ``ServerOptions.max_update_norm``; None accepts any length.
+        max_norm_ratio, max_samples, max_size_ratio: see ``ServerOptions``; None accepts any number.
+        min_clients, checkpoints, reset_states: see ``ServerOptions``.
+        restore_round: see ``ServerOptions``; None resumes from the newest checkpoint.
+        unbind: clients that are no longer bound to the key of their node, but to the next key that they use.
         facts: what else must be equal when the experiment is resumed, as plain data.
     """
 
@@ -100,18 +90,14 @@ class Coordinator:
         facts: Mapping[str, Any] | None = None,
     ) -> None:
         check_experiment_name(experiment)
+        refused = f"min_clients={min_clients} is not accepted;"
         if not 1 <= min_clients <= clients:
-            raise InputError(
-                f"min_clients={min_clients} is not accepted; it must be from 1 to clients={clients}"
-            )
+            raise InputError(f"{refused} it must be from 1 to clients={clients}")
         if settings.sampled is not None and min_clients > settings.sampled:
-            raise InputError(
-                f"min_clients={min_clients} is not accepted; a round asks only sampled={settings.sampled}"
-            )
+            raise InputError(f"{refused} a round asks only sampled={settings.sampled}")
         if algorithm.full_participation and min_clients < clients:
-            raise InputError(
-                f"{type(algorithm).__name__} needs all clients in every round; give min_clients={clients}"
-            )
+            name = type(algorithm).__name__
+            raise InputError(f"{refused} it must be {clients}: {name} needs all clients in every round")
         settings.check(clients, [1] * clients, algorithm)
         self.settings, self.experiment, self.min_clients = settings, experiment, min_clients
         self.members = Members(clients, settings.weights == "size", max_samples, max_size_ratio)
@@ -123,7 +109,7 @@ class Coordinator:
         self._up = example(algorithm, torch.zeros_like(self.functions.x0)).up
         self.generation = 0
         self.counted: dict[int, Stamp] = {}
-        self.refusals: list[str] = []  # the last of them, for people
+        self.refusals: list[str] = []  # the last ones, for people to read
         self.store = None if store is None else ServerStore(store, whole("checkpoints", checkpoints, 1))
         self.attempt = 1
         if self.store is not None:
@@ -177,6 +163,11 @@ class Coordinator:
         """Whether there can be no round before all clients have connected."""
         return self.needs_setup or (self.settings.weights == "size" and len(self.members.samples) < self.n)
 
+    @property
+    def needed(self) -> int:
+        """How many clients the next round needs."""
+        return self.n if self.needs_all else self.min_clients
+
     def ask(self, available: Iterable[int]) -> list[Asked]:
         """Return the requests of the next round; in the setup, all clients are asked."""
         if self.store is not None:
@@ -222,11 +213,7 @@ class Coordinator:
     # What to accept.
 
     def consider(self, client: int, reply: Reply) -> None:
-        """Accept a reply for this round, or refuse it; either way the state does not change yet.
-
-        Args:
-            client: the client that was sent the message that this reply answers.
-            reply: the reply.
+        """Accept the reply to the message that was sent to this client; the state does not change yet.
 
         Raises:
             RefusedError: the reply is not as requested.
@@ -315,7 +302,7 @@ class Coordinator:
 
     def _close_setup(self) -> None:
         replies = [self._replies[i] for i in range(self.n)]
-        self.federation.weights = self._weights()
+        self.federation.weights = self.members.weights(self.settings)
         try:
             self.federation.begin_with((r.up["g"] for r in replies), [r.steps for r in replies])
             self.counted = {i: asked.request.stamp for i, asked in self._asked.items()}
@@ -339,7 +326,7 @@ class Coordinator:
 
     def _sum(self, replies: Mapping[int, Reply]) -> tuple[Sums, ServerState]:
         """Return the sums over these replies, and the server after them."""
-        self.federation.weights = self._weights()
+        self.federation.weights = self.members.weights(self.settings)
         sums = self.federation.new_sums()
         like = named_leaves(self._up)
         for i in sorted(replies):
@@ -349,11 +336,6 @@ class Coordinator:
             loss = torch.tensor(reply.loss, dtype=self.functions.x0.dtype)
             sums.add(i, reply.steps, from_names(self._up, vectors), buffers, loss)
         return sums, self.federation.aggregate(sums)
-
-    def _weights(self) -> list[float] | None:
-        if self.settings.weights == "size" and len(self.members.samples) < self.n:
-            raise InputError("weights='size' needs the sizes of all clients; wait until all have connected")
-        return self.settings.weight_of(np.array([self.members.samples.get(i, 1) for i in range(self.n)]))
 
     def _record(self, sums: Sums, evaluation: Mapping[str, float], replies: Mapping[int, Reply]) -> Record:
         draw = Draw(tuple(self._asked), tuple(i for i, asked in self._asked.items() if asked.tracked))
@@ -386,18 +368,12 @@ class Coordinator:
     def _write(self) -> None:
         if self.store is None:
             return
-        tensors = {f"buffer.{name}": value for name, value in self.buffers.items()}
-        if self.server is not None:
-            tensors |= named_leaves(self.server, "server")
-        content = {
+        content, tensors = federation_checkpoint(self.federation)
+        content |= {
             "identity": self._identity(),
-            "round": self.t,
             "generation": self.generation,
-            "set_up": self.server is not None,
             "counted": {str(i): list(stamp) for i, stamp in self.counted.items()},
             "samples": {str(i): size for i, size in self.members.samples.items()},
-            "setup": [work._asdict() for work in self.federation.setup],
-            "history": [record.to_json() for record in self.history],
             "refusals": self.refusals,
             "scales": {name: list(scale) for name, scale in self.checks.scales.items()},
             "keys": {str(i): key for i, key in self.members.keys.items()},
@@ -406,16 +382,9 @@ class Coordinator:
 
     def _restore(self, store: ServerStore, checkpoint: Checkpoint) -> None:
         """Take over the state of a checkpoint."""
-        content, tensors = checkpoint
+        content, _ = checkpoint
         store.check_identity(self._identity(), content["identity"])
-        federation, x0 = self.federation, self.functions.x0
-        server = None
-        if content["set_up"]:
-            server = from_names(self.algorithm.init_server(x0, x0), tensors, "server")
-        federation.state = ServerState(server, {name: tensors[f"buffer.{name}"] for name in self.buffers})
-        federation.t = content["round"]
-        federation.setup = tuple(Work(**{k: tuple(v) for k, v in w.items()}) for w in content["setup"])
-        federation.history = [Record.from_json(record) for record in content["history"]]
+        restore_federation(self.federation, checkpoint)
         self.generation = content["generation"]
         self.counted = {int(i): Stamp(*stamp) for i, stamp in content["counted"].items()}
         self.members.samples = {int(i): int(size) for i, size in content["samples"].items()}
@@ -443,9 +412,8 @@ class Coordinator:
                 f"{type(self.algorithm).__name__} starts from the clients' gradients at the initial model; "
                 "its states cannot be reset with another model"
             )
-        # Larger than any earlier number of this server. The time is for a server that has lost its
-        # checkpoint: the number is then likely larger than any that clients have seen, unless the clock is
-        # wrong.
+        # The generation must grow. A server that has lost its checkpoint does not know the last generation:
+        # the time in seconds is then likely larger than any generation that clients have seen.
         self.generation = max(self.generation + 1, min(int(time.time()), MAX_GENERATION // 2))
         self.counted, self.members.samples = {}, {}
         if state.server is not None:

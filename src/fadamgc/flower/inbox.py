@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
@@ -32,14 +32,14 @@ Arrived = list[tuple[str, Message | Exception]]
 
 
 class TooLargeError(RefusedError):
-    """A reply is larger than any correct reply to that message can be."""
+    """A reply is larger than a correct reply can be."""
 
     def __init__(self, reason: str) -> None:
         super().__init__("too large", f"its reply is not pulled: {reason}")
 
 
 class SizeLimit:
-    """The largest size of a reply that has a number of arrays, with ``size`` bytes in all of them."""
+    """The largest size of a reply whose arrays have ``size`` bytes together."""
 
     def __init__(self, arrays: int = 0, size: int = 0) -> None:
         self.objects = 64 + 4 * arrays + size // SMALLEST_CHUNK
@@ -83,10 +83,10 @@ class ObjectInbox:
             self._client._client.event_hooks["response"].append(self._check_response)
 
     def collect(self, limits: Mapping[str, SizeLimit]) -> Arrived:
-        """Return the replies to some messages that have arrived in full, without waiting for the others.
+        """Return the replies that have arrived in full, without waiting for the others.
 
         Args:
-            limits: the size limit of each reply, by the id of the message.
+            limits: the ids of the messages whose replies are collected, each with the reply's size limit.
         """
         arrived: Arrived = []
         for message_id, limit in limits.items():
@@ -120,12 +120,8 @@ class ObjectInbox:
         if partial is None:
             return None
         while partial.missing:
-            self._response_limit = limit.bytes - partial.size + OVERHEAD
             request = self._pull_object(**self._sender, object_id=partial.missing[-1])
-            try:
-                response = self._client.PullObject(request)
-            finally:
-                self._response_limit = None
+            response = self._call(self._client.PullObject, request, limit.bytes - partial.size + OVERHEAD)
             if not response.object_found:
                 raise RefusedError("lost", "its reply was never uploaded in full")
             if not response.object_available:
@@ -142,11 +138,8 @@ class ObjectInbox:
 
     def _open(self, message_id: str, limit: SizeLimit) -> PartialReply | None:
         """Ask which objects the reply to a message has; return None if there is no reply yet."""
-        self._response_limit = OVERHEAD + 256 * limit.objects
-        try:
-            response = self._client.PullMessages(self._pull_messages(message_ids=[message_id]))
-        finally:
-            self._response_limit = None
+        request = self._pull_messages(message_ids=[message_id])
+        response = self._call(self._client.PullMessages, request, OVERHEAD + 256 * limit.objects)
         for reply, tree in zip(response.messages_list, response.message_object_trees, strict=True):
             partial = PartialReply(reply.metadata.message_id)
             self._partial[message_id] = partial  # also if it is refused below, so that ``forget`` finds it
@@ -168,8 +161,16 @@ class ObjectInbox:
                 total += sum(len(contents[children[i]]) for i in body["arraychunk_ids"])
         limit.check(0, total)
 
+    def _call(self, method: Callable[[Any], Any], request: Any, limit: int) -> Any:
+        """Send a request whose response may have ``limit`` bytes."""
+        self._response_limit = limit
+        try:
+            return method(request)
+        finally:
+            self._response_limit = None
+
     def _check_response(self, response: Any) -> None:
-        """Refuse a response that announces more bytes than are left, before its body is read."""
+        """Refuse a response that announces too many bytes, before its body is read."""
         announced, limit = response.headers.get("content-length", ""), self._response_limit
         if limit is not None and announced.isdigit() and int(announced) > limit:
             raise TooLargeError(f"one of its parts has {announced} bytes")
@@ -178,12 +179,12 @@ class ObjectInbox:
 class ThreadInbox:
     """Pulls replies with ``pull_messages``, each in its own thread, because the call may wait for long.
 
-    There are never more threads than messages whose reply is being waited for, and they end with the process.
+    There is at most one thread per message, and threads end with the process.
     """
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
-        self._wanted: dict[str, bool] = {}  # of the messages that have a thread: whether the reply is wanted
+        self._wanted: dict[str, bool] = {}  # for each message with a thread, whether its reply is wanted
         self._results: SimpleQueue[tuple[str, Message | Exception | None]] = SimpleQueue()
         self._early: dict[str, Message | Exception] = {}  # arrived while other replies were collected
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from statistics import median_low
 
+import numpy as np
+
 from fadamgc.errors import InputError, whole
+from fadamgc.federation.settings import Settings
 from fadamgc.flower.protocol import RefusedError
 
 
@@ -16,9 +19,7 @@ def check_above(name: str, limit: float | None, least: float) -> None:
 
 
 class Members:
-    """The n clients of a federation; see ``Coordinator`` for the limits.
-
-    If clients are weighted by the sizes of their data, a size must not change.
+    """The n clients of a federation. If clients are ``weighted`` by size, a size must not change.
 
     Attributes:
         samples: number of samples of each client that has connected.
@@ -54,8 +55,8 @@ class Members:
         before = self.samples.get(client)
         if self.weighted and before not in (None, samples):
             raise refusal(
-                f"and had {before}: with weights = 'size' that number must not change, or y is no longer the "
-                "mean. Reset all states (reset-states = true)"
+                f"and had {before}: with weights = 'size' the number must not change, or y would no longer "
+                "be the mean. Reset all states (reset-states = true)"
             )
         self.samples[client] = samples
         if self.weighted and len(self.samples) == self.n and not started:
@@ -64,12 +65,18 @@ class Members:
                 del self.samples[other]
             if client not in self.samples:
                 raise refusal(
-                    f"more than {self.max_size_ratio:g} times the median; with weights = 'size' it would "
-                    "decide alone. Set max-size-ratio higher if that number is right"
+                    f"more than {self.max_size_ratio:g} times the median; with weights = 'size' this client "
+                    "would decide alone. Set max-size-ratio higher if the number is right"
                 )
 
+    def weights(self, settings: Settings) -> list[float] | None:
+        """Return the clients' weights; None if all are equal."""
+        if self.weighted and len(self.samples) < self.n:
+            raise InputError("weights='size' needs the sizes of all clients; wait until all have connected")
+        return settings.weight_of(np.array([self.samples.get(i, 1) for i in range(self.n)]))
+
     def check_key(self, client: int, key: str) -> None:
-        """Refuse a node without a key, or whose client is bound to another key, or its key to another client.
+        """Refuse a node that has no key, or whose client or key is already bound to another one.
 
         Args:
             client: number of the client that the node speaks for.

@@ -1,4 +1,4 @@
-"""What a server accepts as the reply of a client: the right message, finite numbers, norms in proportion."""
+"""Which replies a server accepts: those with the right header, finite numbers and norms in proportion."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ class Scale(NamedTuple):
         return Scale(max(self.largest, median_low(recent)), recent)
 
     def reference(self, norms: Iterable[float]) -> float:
-        """Return what the norms of a round are compared with; 0 if there is nothing to compare with.
+        """Return the typical norm for a round with these norms; 0 if there is nothing to compare with.
 
-        The median of two norms is the lower one, so that one client of two cannot move it up.
+        The median of two norms is the lower one, so that one of two clients cannot raise it.
         """
         lengths = [norm for norm in norms if norm > 0]
         return max(self.largest, median_low(lengths) if len(lengths) > 1 else 0.0)
@@ -56,8 +56,11 @@ class ReplyChecks:
 
     Args:
         module: the model, for the names of its running variances.
-        max_norm: longest vector that is accepted; None accepts any.
-        max_norm_ratio: largest ratio to the typical norm that is accepted; None accepts any.
+        max_norm: the longest vector that is accepted; None accepts any length.
+        max_norm_ratio: the largest accepted ratio of the norm of a vector, or of a change of buffers, to the
+            typical norm, which is the median of this round or the largest median of earlier rounds, whichever
+            is larger. For a client with more local steps than is typical, the limit grows in proportion, by
+            at most this factor. None accepts any ratio.
 
     Attributes:
         scales: the typical norm of each vector and buffer.
@@ -105,9 +108,9 @@ class ReplyChecks:
                 f"of {request.experiment!r}",
             )
         if not (isinstance(reply.steps, int) and 1 <= reply.steps <= 10**9):
-            raise refusal(client, "steps", f"{reply.steps!r} local steps")
+            raise refusal(client, "steps", f"it has {reply.steps!r} local steps")
         if steps is not None and reply.steps != steps:
-            raise refusal(client, "steps", f"{reply.steps} local steps, not {steps}")
+            raise refusal(client, "steps", f"it has {reply.steps} local steps, not {steps}")
         if not (isinstance(reply.loss, float) and abs(reply.loss) <= LARGEST_LOSS):
             raise refusal(client, "not finite", f"its loss is {reply.loss!r}")
         owner = f"the reply of client {client} is refused: its"
@@ -142,9 +145,9 @@ class ReplyChecks:
             if not typical:
                 continue  # there is nothing to compare with
             for i, length in lengths.items():
-                # A client with more local steps than is typical may go further, in proportion.
-                further = min(max(steps[i] / typical_steps, 1.0), ratio) if typical_steps else 1.0
-                if length > max(ratio * further * typical, self._size_at_server(name, state)):
+                # For a client with more local steps than is typical, the limit grows in proportion.
+                growth = min(max(steps[i] / typical_steps, 1.0), ratio) if typical_steps else 1.0
+                if length > max(ratio * growth * typical, self._size_at_server(name, state)):
                     why = f"more than max_norm_ratio={ratio:g} times the typical norm {typical:.4g}"
                     refused.setdefault(i, refusal(i, "norm", f"{name} has norm {length:.4g}, {why}"))
         return dict(sorted(refused.items()))
@@ -165,14 +168,14 @@ class ReplyChecks:
         return 0.0 if value is None else _norm(value)
 
     def _distance(self, name: str, value: Tensor, other: Tensor) -> float:
-        """Return the distance of two buffers; of variances, the square roots are compared."""
+        """Return the distance of two buffers, or of the square roots of two variances."""
         pair = value.double(), other.double()
         first, second = (t.clamp(min=0).sqrt() for t in pair) if name in self._variances else pair
         return _norm(first - second)
 
 
 def evaluate(federation: Federation, state: ServerState) -> tuple[dict[str, float], str | None]:
-    """Return the evaluation of the next round, {} if it has none, and why its replies must not count."""
+    """Return the evaluation of the next round, {} if it has none, and the model's flaw if it has one."""
     if state.nonfinite() is not None:
         return {}, "the sum of the replies is not finite"
 
@@ -191,7 +194,7 @@ def evaluate(federation: Federation, state: ServerState) -> tuple[dict[str, floa
 
 
 def refusal(client: int, kind: str, why: str) -> RefusedError:
-    """Return the error with which a client's reply is refused."""
+    """Return the error for a client's reply that is refused."""
     return RefusedError(kind, f"the reply of client {client} is refused: {why}")
 
 

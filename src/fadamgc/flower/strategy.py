@@ -1,4 +1,4 @@
-"""A Flower Strategy for every algorithm, which never waits for ever."""
+"""A Flower Strategy for every algorithm; every wait ends."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fadamgc.flower.wire import MAX_REASON, read_hello, read_reply, request_cont
 
 log = logging.getLogger("fadamgc")
 
-BACKOFF_POLLS = 20  # polls before a rejected node is queried again; doubled every time
+BACKOFF_POLLS = 20  # polls before a rejected node is queried again; doubled after every rejection
 BARRED_ROUNDS = 10  # rounds in which a node whose reply was too large is not asked
 
 
@@ -81,8 +81,7 @@ class Strategy(FlowerStrategy):
         self.round_timeout, self.wait_timeout, self.poll = round_timeout, wait_timeout, poll
         self.below_minimum, self.on_round = below_minimum, on_round
         self.bind_clients = bind_clients
-        self.nodes: dict[int, int] = {}  # the node of each client that has said hello
-        self.silent: set[int] = set()  # clients that have not answered; not asked until they say hello again
+        self.nodes: dict[int, int] = {}  # the nodes of the clients that can be asked
         self._hellos: dict[str, tuple[int, float]] = {}  # node and end of each query without an answer
         self._rejected: dict[int, RejectedNode] = {}
         self._asked: dict[str, int] = {}  # the client of each message of this round
@@ -144,7 +143,7 @@ class Strategy(FlowerStrategy):
         c.screen()
         for client in sorted(unanswered):
             log.warning("client %d has not answered; it is not asked again until it says hello", client)
-        self.silent |= unanswered
+            self.nodes.pop(client, None)
         self._asked = {}
         if not c.enough:
             self._too_few(len(c.answered), "have answered")
@@ -176,20 +175,17 @@ class Strategy(FlowerStrategy):
         self.summary()
         self._wait(grid, c.n)  # for all clients, if they connect in time
         while not c.over():
-            needed = c.n if c.needs_all else c.min_clients
-            self._wait(grid, needed)
+            self._wait(grid, c.needed)
             t = c.t + 1
             messages: list[Message] = []
-            if len(self.available) < needed:
+            if len(self.available) < c.needed:
                 self._too_few(len(self.available), "are connected")
                 c.ask([])
             else:
                 messages = list(self.configure_train(t, result.arrays, ConfigRecord(), grid))
             arrays, metrics = self.aggregate_train(t, self._exchange(grid, messages))
-            if arrays is not None:
-                result.arrays = arrays
-            if metrics is not None:
-                result.train_metrics_clientapp[t] = metrics
+            if arrays is not None and metrics is not None:
+                result.arrays, result.train_metrics_clientapp[t] = arrays, metrics
         return result
 
     # Which clients are connected.
@@ -197,7 +193,7 @@ class Strategy(FlowerStrategy):
     @property
     def available(self) -> list[int]:
         """The clients that can be asked."""
-        return sorted(set(self.nodes) - self.silent)
+        return sorted(self.nodes)
 
     def update_nodes(self, grid: Grid) -> None:
         """Find out which nodes have connected, left, or answered at last, without waiting."""
@@ -206,7 +202,6 @@ class Strategy(FlowerStrategy):
             if node not in connected:
                 log.info("client %d has disconnected", client)
                 del self.nodes[client]
-                self.silent.discard(client)
         for message_id, (node, end) in list(self._hellos.items()):
             if node not in connected or now >= end:
                 del self._hellos[message_id]
@@ -236,13 +231,12 @@ class Strategy(FlowerStrategy):
         return set(self._keys)
 
     def _query(self, grid: Grid, connected: set[int], now: float) -> None:
-        """Ask new nodes, and those of silent clients, which client they are."""
+        """Ask new nodes, and those that have not answered, which client they are."""
         self._rejected = {node: r for node, r in self._rejected.items() if node in connected}
-        answering = {node for client, node in self.nodes.items() if client not in self.silent}
         waiting = {node for node, _ in self._hellos.values()} | set(self._stuck.values())
         t = self.coordinator.t + 1
         pausing = {n for n, r in self._rejected.items() if now < r.next_query or t < r.next_round}
-        nodes = sorted(connected - answering - waiting - pausing)
+        nodes = sorted(connected - set(self.nodes.values()) - waiting - pausing)
         queries = [
             Message(RecordDict(), dst_node_id=node, message_type="query", ttl=self.wait_timeout)
             for node in nodes
@@ -266,8 +260,7 @@ class Strategy(FlowerStrategy):
         hello = read_hello(message.content, self.coordinator.n)
         if self.bind_clients:
             self.coordinator.check_key(hello.client, self._keys.get(node, ""))
-        other = self.nodes.get(hello.client)
-        if other not in (None, node) and hello.client not in self.silent:
+        if (other := self.nodes.get(hello.client)) is not None:
             raise RefusedError(
                 "two nodes",
                 f"it says that it is client {hello.client}, but node {other} has connected as that client; "
@@ -276,11 +269,8 @@ class Strategy(FlowerStrategy):
         self.coordinator.admit(hello.client, hello.samples)
         if self.bind_clients:
             self.coordinator.members.bind(hello.client, self._keys[node])
-        if other != node:
-            log.info("client %d is node %d, with %d samples", hello.client, node, hello.samples)
-        self._remove(node)
+        log.info("client %d is node %d, with %d samples", hello.client, node, hello.samples)
         self.nodes[hello.client] = node
-        self.silent.discard(hello.client)
         self._rejected.pop(node, None)
 
     def _reject(self, node: int, reason: str) -> None:
@@ -296,10 +286,6 @@ class Strategy(FlowerStrategy):
         reason, next_round = short_reason(error), self.coordinator.t + 1 + BARRED_ROUNDS
         log.warning("node %d: %s; it is not asked before round %d", node, reason, next_round)
         self._rejected[node] = RejectedNode(reason, next_round=next_round)
-        self._remove(node)
-
-    def _remove(self, node: int) -> None:
-        """Forget which client a node is."""
         self.nodes = {client: other for client, other in self.nodes.items() if other != node}
 
     def _wait(self, grid: Grid, count: int) -> None:
@@ -347,8 +333,7 @@ class Strategy(FlowerStrategy):
     def _too_few(self, count: int, verb: str) -> None:
         """Log that the round is skipped, or fail."""
         c = self.coordinator
-        needed = c.n if c.needs_all else c.min_clients
-        text = f"{count} of {c.n} clients {verb}, but round {c.t + 1} needs {needed}"
+        text = f"{count} of {c.n} clients {verb}, but round {c.t + 1} needs {c.needed}"
         if verb == "have answered" and c.refusals:
             text += f"; the last refusal: {c.refusals[-1]}"
         if self._rejected:

@@ -1,6 +1,6 @@
-"""The wire format: requests and replies as Flower's records, and back, with every field checked.
+"""The wire format: converts requests and replies to Flower's records and back, and checks every field.
 
-Vectors travel as their plain bytes, so the arrays of a message have the size that the cost model counts.
+Vectors are sent as their plain bytes, so the arrays of a message have the size that the cost model counts.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ MAX_ROUNDS, MAX_STEPS, MAX_SAMPLES = 10**9, 10**6, 10**9
 
 
 class Hello(NamedTuple):
-    """A node's statement of which client it is."""
+    """A node's statement of which client it is, and how many samples it has."""
 
     client: int
     samples: int
@@ -66,12 +66,12 @@ def to_array_record(tensors: Mapping[str, Tensor]) -> ArrayRecord:
 
 
 def from_array_record(record: object, names: Collection[str] | None = None) -> dict[str, Tensor]:
-    """Convert a received record to tensors by name; check that every array matches its own description.
+    """Convert a received record to tensors by name; check that every array has the size that it states.
 
-    If the record has other ``names`` than these, no array is read; None accepts any names.
+    A record with other names than ``names`` is refused before any array is read; None accepts any names.
     """
     if not isinstance(record, ArrayRecord):
-        raise RefusedError("record", "the message lacks a record of arrays")
+        raise RefusedError("record", "the message has no record of arrays")
     if names is not None and set(record) != set(names):
         raise RefusedError("fields", f"it has {shown(sorted(record))}, not {shown(sorted(names))}")
     return {name: _tensor(name, array) for name, array in record.items()}
@@ -138,7 +138,7 @@ def read_request(content: RecordDict) -> TrainRequest:
         and counted.attempt >= 0
         and 0 <= request.generation <= MAX_GENERATION
     )
-    if not sound:  # with such numbers, a client would perhaps work for ever, or never again
+    if not sound:  # a client that accepts such numbers may work for ever, or refuse all later requests
         raise RefusedError(
             "request",
             f"a request for {describe(stamp)} with {describe(counted)} counted and generation "
@@ -187,12 +187,9 @@ def refusal_content(kind: str, message: str) -> RecordDict:
 def read_reply(
     content: RecordDict, up: Collection[str] | None = None, buffers: Collection[str] | None = None
 ) -> Reply:
-    """Read the reply in a message; refuse any other message, and raise the client's refusal if it is one.
+    """Read the reply in a message; raise an error if the client refuses, or if the message is not a reply.
 
-    Args:
-        content: content of the message.
-        up: the names of the vectors that the reply must have; None accepts any.
-        buffers: the names of the buffers that the reply must have; None accepts any.
+    ``up`` and ``buffers`` are the names of vectors and buffers that the reply must have; None accepts any.
     """
     _raise_refusal(content)
     header = _config(content, "reply")
