@@ -58,7 +58,7 @@ def log_in(home: Path, address: str, token: str) -> None:
     store = FileCredentialStore(home / "credentials.yaml")
     store.set(AUTHN_TYPE_STORE_KEY % address, AuthnType.OIDC.encode())
     store.set(ACCESS_TOKEN_STORE_KEY % address, token.encode())
-    store.set(REFRESH_TOKEN_STORE_KEY % address, b"none")  # Flower requires one; the SuperLink accepts none
+    store.set(REFRESH_TOKEN_STORE_KEY % address, b"none")  # required by Flower, never used
 
 
 def check_refusals(host: str, port: int, root: Path | None, paths: Sequence[str] = PROTECTED_PATHS) -> None:

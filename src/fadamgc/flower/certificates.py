@@ -32,7 +32,7 @@ KEY_USES = (
 
 
 def ensure_certificates(folder: Path, address: str, now: datetime | None = None) -> bool:
-    """Make certificates, unless the folder has some that stay valid for a while; return whether it did.
+    """Make certificates, unless the folder has some that stay valid for a while; return whether any are new.
 
     Args:
         folder: for ``ca.crt``, ``server.crt`` and ``server.key``.
@@ -65,7 +65,7 @@ def ensure_certificates(folder: Path, address: str, now: datetime | None = None)
 
 
 def acceptable(folder: Path, address: str, when: datetime) -> bool:
-    """Return whether clients that trust ``ca.crt`` would accept the server then, and it has its key."""
+    """Return whether clients that trust ``ca.crt`` accept the server at that time, and its key fits."""
     try:
         authority, server = _read(folder)
         verifier = (
@@ -103,7 +103,7 @@ def warning(folder: Path, now: datetime | None = None) -> str | None:
 
 
 def ensure_node_keys(folder: Path, names: Sequence[str]) -> None:
-    """Make one key pair per node, ``NAME`` and ``NAME.pub``; an existing pair stays, so the node does."""
+    """Make one key pair per node, ``NAME`` and ``NAME.pub``; an existing pair is kept."""
     private_folder(folder)
     for name in names:
         if (folder / f"{name}.pub").exists():
@@ -133,7 +133,7 @@ def _certificate(
     key_use: str,
     *extensions: tuple[x509.ExtensionType, bool],
 ) -> bytes:
-    """Return a certificate for a key with one allowed use; extensions come with whether they are critical."""
+    """Return the certificate of a key with one allowed use; True marks a critical extension."""
     builder = x509.CertificateBuilder(
         issuer_name=x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, AUTHORITY)]),
         subject_name=x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, subject)]),

@@ -113,7 +113,7 @@ class Coordinator:
         self.store = None if store is None else ServerStore(store, whole("checkpoints", checkpoints, 1))
         self.attempt = 1
         if self.store is not None:
-            # Before any client is asked: no two starts have the same number.
+            # This comes before any client is asked, so that no two starts have the same number.
             checkpoint = self.store.take_over(needed=restore_round is None)
             self.attempt = self.store.attempt
             if checkpoint is not None:
@@ -194,9 +194,7 @@ class Coordinator:
 
     def wanted(self, client: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return what a client's reply must contain: vectors and buffers, as tensors of the same shape."""
-        asked = self._asked.get(client)
-        if asked is None:
-            return {}, {}
+        asked = self._asked[client]
         if not asked.request.stamp.round:
             return {"g": self.functions.x0}, {}
         left_out = () if asked.tracked else self.algorithm.tracked_only
@@ -230,7 +228,7 @@ class Coordinator:
         self._replies[client], self._norms[client], self._screened = reply, norms, False
 
     def screen(self) -> None:
-        """Refuse the replies of this round that are out of proportion; to be called when all have arrived."""
+        """Refuse the replies that are out of proportion to the others; call this when all have arrived."""
         if self._screened:
             return
         self._screened = True
@@ -325,7 +323,7 @@ class Coordinator:
             raise
 
     def _sum(self, replies: Mapping[int, Reply]) -> tuple[Sums, ServerState]:
-        """Return the sums over these replies, and the server after them."""
+        """Return the sums over these replies, and the server's state after a round with them."""
         self.federation.weights = self.members.weights(self.settings)
         sums = self.federation.new_sums()
         like = named_leaves(self._up)
@@ -394,7 +392,7 @@ class Coordinator:
         self.members.keys = {int(i): key for i, key in content.get("keys", {}).items()}
 
     def _return_to(self, t: int) -> None:
-        """Take the model of an earlier round, and reset the clients' states, which are of later rounds."""
+        """Return to the model of an earlier round; the clients' states, of later rounds, are reset."""
         if self.store is None:
             raise InputError(f"restore_round={t} is not accepted; there is no folder with checkpoints")
         generation, keys, refusals = self.generation, self.members.keys, self.refusals

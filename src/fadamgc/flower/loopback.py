@@ -79,7 +79,7 @@ class LoopbackFederation:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder).expanduser().resolve()
-        self._children: list[subprocess.Popen[bytes]] = []  # started by this object
+        self._children: list[subprocess.Popen[bytes]] = []  # processes that this object has started
 
     @property
     def environment(self) -> dict[str, str]:
@@ -106,9 +106,7 @@ class LoopbackFederation:
         """Start a SuperLink and nodes, and wait until they are connected."""
         whole("nodes", nodes, 1)
         if self.read().alive:
-            raise InputError(
-                f"a federation is running in {self.folder}; stop it with `fadamgc federation down`"
-            )
+            raise InputError(f"{self.folder} has a running federation; stop it: `fadamgc federation down`")
         for name in ("flower-superlink", "flower-supernode", "flower-superexec", "flwr"):
             flower_command(name)
         make_folder(self.folder, private=True)  # an existing folder keeps its permissions
@@ -145,11 +143,9 @@ class LoopbackFederation:
 
     def warning(self) -> str | None:
         """Return a warning if the certificates of a running federation end soon."""
-        if not self.read().secure:
-            return None
         from fadamgc.flower.certificates import warning
 
-        return warning(self.keys)
+        return warning(self.keys) if self.read().secure else None
 
     def down(self, wait: float = 10.0) -> int:
         """Stop all processes; return how many were running."""

@@ -25,14 +25,14 @@ from fadamgc.tree import from_names, named_leaves
 BUNDLE = "federation"
 START_FILE = "start.json"  # the number of the newest start
 OLDER_FILE = re.compile(rf"round-(\d+)-start-(\d+)\.({BUNDLE}.*)")  # a file of an older checkpoint
-TEMPORARY_PREFIX = ".round-"  # of the folder from which an older checkpoint is read
+TEMPORARY_PREFIX = ".round-"  # of the temporary folder from which an older checkpoint is read
 LOCK_SECONDS = 60.0  # how long to wait for another process that writes
 
 Checkpoint = tuple[dict[str, Any], dict[str, Tensor]]
 
 
 class ServerStore:
-    """The folder of a server's checkpoints: the newest ``keep``, each under a name with its round.
+    """The folder with a server's checkpoint, and with those of the last ``keep`` rounds under other names.
 
     A server may be presumed dead and still be running, as when a SuperLink dies and its ServerApp does not.
     So the newest start takes over, and no earlier start writes again.
@@ -89,7 +89,7 @@ class ServerStore:
             self._keep_newest(int(content["round"]))
 
     def rounds(self) -> list[int]:
-        """Return the rounds that have a checkpoint under their own name."""
+        """Return the rounds whose checkpoints are stored."""
         return sorted({t for _, t in self._checkpoints()})
 
     def read(self, t: int) -> Checkpoint:
@@ -175,7 +175,7 @@ def restore_federation(federation: Federation, checkpoint: Checkpoint) -> None:
 
 
 def _link(path: Path, other: Path) -> None:
-    """Give a file that is never written to again a second name; copy it where that is not possible."""
+    """Give a second name to a file that is never changed; copy the file where links are not possible."""
     try:
         os.link(path, other)
     except OSError:

@@ -32,11 +32,11 @@ class TooFewClientsError(FadamgcError):
 
 
 class RejectedNode(NamedTuple):
-    """A node that is not queried before a time and a round, because its hello or its reply was rejected."""
+    """A node whose hello or reply was rejected; it is not queried before a time and a round."""
 
     reason: str
-    pause: float = 0.0  # seconds between its last query and the next
-    next_query: float = 0.0  # on the monotonic clock
+    pause: float = 0.0  # seconds from the rejection to the next query
+    next_query: float = 0.0  # time of the monotonic clock
     next_round: int = 0
 
 
@@ -82,7 +82,7 @@ class Strategy(FlowerStrategy):
         self.below_minimum, self.on_round = below_minimum, on_round
         self.bind_clients = bind_clients
         self.nodes: dict[int, int] = {}  # the nodes of the clients that can be asked
-        self._hellos: dict[str, tuple[int, float]] = {}  # node and end of each query without an answer
+        self._hellos: dict[str, tuple[int, float]] = {}  # node and deadline of each unanswered query
         self._rejected: dict[int, RejectedNode] = {}
         self._asked: dict[str, int] = {}  # the client of each message of this round
         self._stuck: dict[str, int] = {}  # the node of each abandoned message that a thread still waits for
@@ -196,7 +196,7 @@ class Strategy(FlowerStrategy):
         return sorted(self.nodes)
 
     def update_nodes(self, grid: Grid) -> None:
-        """Find out which nodes have connected, left, or answered at last, without waiting."""
+        """Find out which nodes have connected, left, or answered late, without waiting."""
         connected, now, inbox = self._connected_nodes(grid), time.monotonic(), self._inbox_of(grid)
         for client, node in list(self.nodes.items()):
             if node not in connected:
@@ -282,7 +282,7 @@ class Strategy(FlowerStrategy):
         self._rejected[node] = RejectedNode(reason, pause, time.monotonic() + pause)
 
     def _bar(self, node: int, error: Exception) -> None:
-        """Do not ask a node anything for some rounds."""
+        """Send nothing to a node for some rounds."""
         reason, next_round = short_reason(error), self.coordinator.t + 1 + BARRED_ROUNDS
         log.warning("node %d: %s; it is not asked before round %d", node, reason, next_round)
         self._rejected[node] = RejectedNode(reason, next_round=next_round)
