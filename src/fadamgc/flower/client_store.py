@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -87,20 +86,17 @@ class ClientStore:
         }
         write_bundle(self.folder, BUNDLE, content, tensors, private=True)
 
-    @contextmanager
-    def locked(self, seconds: float = 60.0) -> Iterator[None]:
-        """Lock the state: a second process that works for the same client waits, but only some seconds.
+    def locked(self, seconds: float = 60.0) -> ExitStack:
+        """Lock the state in a ``with`` block; a second process that works for the same client waits.
 
         Raises:
-            RefusedError: "busy", the first process still has the lock.
+            RefusedError: "busy", the first process still has the lock after ``seconds``.
         """
         private_folder(self.folder.parent)  # also one that an earlier version has made
         private_folder(self.folder)
         try:
-            state_lock = lock(self.folder, seconds)
+            return lock(self.folder, seconds)
         except CheckpointInUseError:
             raise RefusedError(
                 "busy", f"client {self.client} is still at work on another request after {seconds:g} s"
             ) from None
-        with state_lock:
-            yield

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from fadamgc.federation.sums import Sums
 from fadamgc.files import as_json
 from fadamgc.flower.client_store import check_experiment_name
 from fadamgc.flower.members import Members
-from fadamgc.flower.protocol import MAX_GENERATION, NEVER, RefusedError, Reply, Request, Stamp
+from fadamgc.flower.protocol import MAX_GENERATION, NEVER, RefusedError, Reply, Request, Stamp, TrainRequest
 from fadamgc.flower.reply_checks import Norms, ReplyChecks, Scale, evaluate, refusal
 from fadamgc.flower.server_store import Checkpoint, ServerStore, federation_checkpoint, restore_federation
 from fadamgc.task import Task
@@ -39,13 +39,6 @@ from fadamgc.tree import from_names, named_leaves
 log = logging.getLogger("fadamgc")
 
 REMEMBERED_REFUSALS = 100
-
-
-class Asked(NamedTuple):
-    """A request to one client."""
-
-    request: Request
-    tracked: bool
 
 
 class Coordinator:
@@ -168,7 +161,7 @@ class Coordinator:
         """How many clients the next round needs."""
         return self.n if self.needs_all else self.min_clients
 
-    def ask(self, available: Iterable[int]) -> list[Asked]:
+    def ask(self, available: Iterable[int]) -> list[TrainRequest]:
         """Return the requests of the next round; in the setup, all clients are asked."""
         if self.store is not None:
             self.store.check()
@@ -177,20 +170,16 @@ class Coordinator:
         self._clear_round()
         if self.needs_setup:
             everyone = tuple(range(self.n))
-            draw, t = Draw(everyone, everyone), 0
+            draw, stamp, down = Draw(everyone, everyone), Stamp(0, self.attempt), {"x": self.functions.x0}
         else:
-            draw, t = self.federation.who(available), self.t + 1
+            draw, stamp = self.federation.who(available), Stamp(self.t + 1, self.attempt)
+            down = named_leaves(self.federation.open().down)
         for i in draw.sampled:
-            counted = self.counted.get(i, NEVER)
-            request = Request(self.experiment, i, self.generation, Stamp(t, self.attempt), counted)
-            self._asked[i] = Asked(request, i in draw.tracked)
+            request = Request(self.experiment, i, self.generation, stamp, self.counted.get(i, NEVER))
+            self._asked[i] = TrainRequest(
+                request, i in draw.tracked, self.algorithm, self.settings, down, self.buffers
+            )
         return list(self._asked.values())
-
-    def message(self) -> dict[str, Tensor]:
-        """Return the vectors that the server sends to every client of the round, by name."""
-        if self.needs_setup:
-            return {"x": self.functions.x0}
-        return named_leaves(self.federation.open().down)
 
     def wanted(self, client: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return what a client's reply must contain: vectors and buffers, as tensors of the same shape."""
@@ -203,7 +192,7 @@ class Coordinator:
 
     def _clear_round(self) -> None:
         self._began = time.perf_counter()
-        self._asked: dict[int, Asked] = {}
+        self._asked: dict[int, TrainRequest] = {}
         self._replies: dict[int, Reply] = {}
         self._norms: dict[int, Norms] = {}  # of the replies
         self._screened = False

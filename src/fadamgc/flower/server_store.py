@@ -7,8 +7,8 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -134,11 +134,9 @@ class ServerStore:
             for path in sorted(self.folder.glob(f"{BUNDLE}*"), key=lambda path: path.suffix == ".json"):
                 _link(path, self.folder / f"{prefix}{path.name}")
 
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
+    def _locked(self) -> ExitStack:
         private_folder(self.folder)
-        with lock(self.folder, LOCK_SECONDS):
-            yield
+        return lock(self.folder, LOCK_SECONDS)
 
     def _newest_start(self) -> int:
         try:

@@ -18,7 +18,7 @@ from fadamgc.escape import printable
 from fadamgc.federation.run import Record
 from fadamgc.flower.coordinator import Coordinator
 from fadamgc.flower.inbox import Inbox, SizeLimit, TooLargeError, make_inbox
-from fadamgc.flower.protocol import RefusedError, TrainRequest
+from fadamgc.flower.protocol import RefusedError
 from fadamgc.flower.wire import MAX_REASON, read_hello, read_reply, request_content, to_array_record
 
 log = logging.getLogger("fadamgc")
@@ -104,18 +104,16 @@ class Strategy(FlowerStrategy):
     ) -> Iterable[Message]:
         """Return the requests of the next round. The coordinator has the model, so ``arrays`` is not used."""
         del server_round, arrays, config, grid
-        c = self.coordinator
-        asked, down = c.ask(self.available), c.message()
         return [
             Message(
-                request_content(TrainRequest(request, tracked, c.algorithm, c.settings, down, c.buffers)),
-                dst_node_id=self.nodes[request.client],
+                request_content(train),
+                dst_node_id=self.nodes[train.request.client],
                 message_type="train",
                 ttl=self.round_timeout,
-                group_id=str(request.stamp.round),
+                group_id=str(train.request.stamp.round),
             )
-            for request, tracked in asked
-            if request.client in self.nodes
+            for train in self.coordinator.ask(self.available)
+            if train.request.client in self.nodes
         ]
 
     def aggregate_train(
