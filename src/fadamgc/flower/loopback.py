@@ -161,9 +161,12 @@ class LoopbackFederation:
             _kill_group(child.pid, signal.SIGKILL)
             child.wait(wait)
         self._children = []
-        for pid in self.leftover_processes():  # children that have left their group
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
+        until = time.monotonic() + wait
+        while (pids := self.leftover_processes()) and time.monotonic() < until:
+            for pid in pids:  # children that have left their group
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.1)
         (self.folder / STATE_FILE).unlink(missing_ok=True)
         return len(running)
 
