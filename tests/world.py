@@ -53,22 +53,18 @@ class World:
     def messages(self, available=None):
         """What the server sends, with the wire's copy of it."""
         asked = self.server.ask(range(self.n) if available is None else available)
-        buffers = self.server.buffers
-        down = self.server.message()
-        return [(a, {k: v.clone() for k, v in down.items()}, dict(buffers)) for a in asked]
+        return [(a, {k: v.clone() for k, v in a.down.items()}, dict(a.buffers)) for a in asked]
 
     def deliver(self, message, killed=None):
         """A client's answer; it may be killed before its state is saved, or right after."""
-        (request, tracked), down, buffers = message
-        i = request.client
+        asked, down, buffers = message
+        i = asked.request.client
         keeper = self.keepers[i]
         if killed == "before":
             keeper = SimpleNamespace(
                 load=keeper.load, locked=keeper.locked, save=lambda _: (_ for _ in ()).throw(Killed())
             )
-        reply = handle_request(
-            self.parties[i], keeper, self.algo, self.settings, request, tracked, down, buffers
-        )
+        reply = handle_request(self.parties[i], keeper, asked._replace(down=down, buffers=buffers))
         if killed == "after":
             raise Killed
         return reply

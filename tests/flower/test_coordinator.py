@@ -310,7 +310,7 @@ def test_a_client_checks_what_it_receives(tmp_path):
     (asked, down, buffers) = world.messages()[0]
     for bad, said in (
         (down | {"x": down["x"][1:]}, "the server's x is torch.float64"),
-        (down | {"y": down["y"] / 0}, "the server's y is not finite"),
+        (down | {"y": down["y"] / 0}, "the server's y has numbers that are not finite"),
         ({"x": down["x"]}, r"has \['x'\], this model needs \['x', 'y'\]"),
     ):
         with pytest.raises(RefusedError, match=said):
@@ -365,7 +365,7 @@ def test_the_state_of_a_client_is_checked_when_it_is_read(tmp_path):
     other = ClientStore(tmp_path / "node", "test", 5)
     keeper.folder.rename(other.folder)
     with pytest.raises(
-        CheckpointError, match="holds the state of client 0 of experiment 'test', not of client 5"
+        CheckpointError, match="has the state of client 0 of experiment 'test', not of client 5"
     ):
         other.load(kind)
     with pytest.raises(InputError, match="it names a folder"):

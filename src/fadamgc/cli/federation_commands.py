@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -28,9 +27,9 @@ Secure = Annotated[
     typer.Option(
         "--secure",
         help="Use TLS, and accept only nodes whose key the operator has registered; certificates and keys "
-        "are made. With or without it, only the holder of the operator's token in the folder can register "
-        "keys and start runs. Other users of this machine who can list its processes can still act as a "
-        "running app (Flower puts the app's token on its command line).",
+        "are made. With or without this option, only the holder of the operator's token in the folder can "
+        "register keys and start runs. Other users of this machine who can list its processes can still act "
+        "as a running app (Flower puts the app's token on its command line).",
     ),
 ]
 DEFAULT_FOLDER = Path("out/federation")
@@ -47,8 +46,7 @@ def up(nodes: Nodes = 3, secure: Secure = False, folder: Folder = DEFAULT_FOLDER
 
     _exit_on_signals()
     federation = LoopbackFederation(folder)
-    state = federation.up(nodes, secure)
-    names = ", ".join(process.name for process in state.processes)
+    names = ", ".join(process.name for process in federation.up(nodes, secure).processes)
     say(f"running: {names}; logs are in {federation.folder / 'logs'}")
     if secure:
         from fadamgc.flower.certificates import end_of
@@ -63,16 +61,16 @@ def status(folder: Folder = DEFAULT_FOLDER) -> None:
     """Show which processes run."""
     from fadamgc.flower.loopback import LoopbackFederation
 
-    show = partial(terminal().print, highlight=False, soft_wrap=True, markup=False)
     federation = LoopbackFederation(folder)
-    processes = federation.read().processes
-    if not processes:
-        show(f"no federation in {folder}; `fadamgc federation up` starts one")
-    for process in processes:
+    lines = []
+    for process in federation.read().processes:
         state = "running" if process.alive else f"ended; see {process.log}"
-        show(f"{process.name}: process {process.pid}, port {process.port}, {state}")
+        lines.append(f"{process.name}: process {process.pid}, port {process.port}, {state}")
+    if not lines:
+        lines = [f"no federation in {folder}; `fadamgc federation up` starts one"]
     if warning := federation.warning():
-        show(f"warning: {warning}")
+        lines.append(f"warning: {warning}")
+    terminal().print("\n".join(lines), highlight=False, soft_wrap=True, markup=False)
 
 
 @app.command()
@@ -117,7 +115,7 @@ def run(
     except KeyboardInterrupt:
         if not temporary:
             raise FadamgcError(
-                "the run continues without its output; `flwr ls` lists it and `flwr stop` ends it"
+                "the run continues in the background; `flwr ls` lists it and `flwr stop` ends it"
             ) from None
         raise FadamgcError("stopped; the same command resumes after the last complete round") from None
     finally:
@@ -140,7 +138,7 @@ def superlink(context: typer.Context, token: Token = Path("operator.token")) -> 
 
     if not token.expanduser().exists():
         make_token(token.expanduser())
-        say(f"made {token}: whoever has it can run code on the SuperLink and on every node")
+        say(f"made {token}: everybody who has this token can run code on the SuperLink and on every node")
     _replace_process([*launch_command("superlink"), "--operator-token", str(token), *context.args])
 
 
@@ -180,18 +178,18 @@ def login(
 
 
 def _replace_process(command: list[str]) -> None:
-    """Replace this process by a command; Flower's settings in the environment take precedence over ours."""
+    """Replace this process by a command; the user's settings of Flower take precedence over ours."""
     from fadamgc.flower.access import FLOWER_OFFLINE, search_path
 
     os.execve(command[0], command, FLOWER_OFFLINE | os.environ | {"PATH": search_path()})
 
 
 def _exit_on_signals() -> None:
-    """Exit in the usual way, which stops the federation, when this process is told to end."""
+    """Exit like a program without signal handlers, but stop the federation first."""
 
     def end(number: int, _: object) -> None:
         sys.exit(128 + number)
 
     for name in ("SIGTERM", "SIGHUP"):
-        if hasattr(signal, name):
+        if hasattr(signal, name):  # Windows has no SIGHUP
             signal.signal(getattr(signal, name), end)

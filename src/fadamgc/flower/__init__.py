@@ -16,7 +16,7 @@ _MODULES = {"Strategy": "strategy", "client_app": "clientapp", "server_app": "se
 
 
 def __getattr__(name: str) -> Any:
-    """Import names that need Flower on first use: the protocol itself works without it."""
+    """Import names that need Flower on first use, because the protocol works without Flower."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:

@@ -1,4 +1,4 @@
-"""Access to a SuperLink: how it is started, the operator's token, and a check that strangers are refused."""
+"""Access to a SuperLink: starting it, the operator's token, and a check that strangers are refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fadamgc.files import write_atomic
 
 LAUNCH_SCRIPT = Path(__file__).with_name("launch.py")
 ACQUIRE_TASK = "/v1/runtime/acquire-task"
-PROTECTED_PATHS = (  # requests that would let a stranger run code, or act as an app
+PROTECTED_PATHS = (  # requests with which a stranger could run code, or act as an app
     *("/v1/control/start-run", "/v1/control/register-node"),
     *(ACQUIRE_TASK, "/v1/runtime/start-automation"),
 )
@@ -27,7 +27,7 @@ FLOWER_OFFLINE = {  # environment in which Flower connects to nothing but the Su
 
 
 def launch_command(kind: str) -> list[str]:
-    """Return the command that starts a "superlink" or a "supernode", to which Flower's options are added."""
+    """Return the command that starts a "superlink" or a "supernode"; Flower's options have to be added."""
     return [sys.executable, "-P", str(LAUNCH_SCRIPT), kind]
 
 
@@ -37,14 +37,14 @@ def search_path() -> str:
 
 
 def make_token(path: Path) -> str:
-    """Write a new operator's token to a file that only its owner can read."""
+    """Write a new operator's token to a file that only its owner can read, and return the token."""
     token = secrets.token_urlsafe(32)
     write_atomic(path, token.encode(), private=True)
     return token
 
 
 def log_in(home: Path, address: str, token: str) -> None:
-    """Let Flower's command send the operator's token to a SuperLink.
+    """Let Flower's command ``flwr`` send the operator's token to a SuperLink.
 
     Args:
         home: Flower's folder, $FLWR_HOME.
@@ -58,17 +58,13 @@ def log_in(home: Path, address: str, token: str) -> None:
     store = FileCredentialStore(home / "credentials.yaml")
     store.set(AUTHN_TYPE_STORE_KEY % address, AuthnType.OIDC.encode())
     store.set(ACCESS_TOKEN_STORE_KEY % address, token.encode())
-    store.set(REFRESH_TOKEN_STORE_KEY % address, b"none")  # Flower requires one; the SuperLink accepts none
+    store.set(REFRESH_TOKEN_STORE_KEY % address, b"none")  # required by Flower, never used
 
 
 def check_refusals(host: str, port: int, root: Path | None, paths: Sequence[str] = PROTECTED_PATHS) -> None:
-    """Send a SuperLink or a node the requests of a stranger, and fail unless it refuses them.
+    """Send requests without a token to a SuperLink or a node, and fail unless it refuses them.
 
-    Args:
-        host: where it listens.
-        port: where it listens.
-        root: the authority's certificate, or None without TLS.
-        paths: the requests.
+    ``root`` is the authority's certificate, or None without TLS.
     """
     tls = None if root is None else ssl.create_default_context(cafile=str(root))
     for path in paths:
@@ -86,7 +82,7 @@ def check_refusals(host: str, port: int, root: Path | None, paths: Sequence[str]
             connection.close()
         if status not in (401, 403):
             raise FadamgcError(
-                f"{host}:{port} answers {path} with {status} to a request without a token, where only a "
-                "refusal (401, 403) keeps strangers out. Install a supported version of Flower: "
-                "pip install 'fadamgc[flower]'"
+                f"{host}:{port} answers {path} with {status} to a request without a token; it must refuse "
+                "the request (401 or 403). Install a supported version of Flower: pip install "
+                "'fadamgc[flower]'"
             )

@@ -1,6 +1,6 @@
 """Certificates of a SuperLink and keys of its nodes, for a federation on one machine.
 
-The authority signs only the SuperLink's certificate: its key is then discarded. So renewal makes a new
+The authority signs only the SuperLink's certificate, and its key is then discarded. So renewal makes a new
 authority, and everybody who connects needs the new ``ca.crt``.
 """
 
@@ -21,8 +21,8 @@ from fadamgc.files import private_folder, write_atomic
 
 AUTHORITY = "fadamgc local federation"
 VALIDITY = timedelta(days=365)
-RENEWAL = timedelta(days=30)  # before the end: `up` renews certificates, other commands warn
-CLOCK_SKEW = timedelta(days=1)  # clocks that are behind by this much accept a new certificate
+RENEWAL = timedelta(days=30)  # this long before the end, `up` renews certificates and other commands warn
+CLOCK_SKEW = timedelta(days=1)  # machines whose clocks are behind by this much accept a new certificate
 
 AUTHORITY_FILE, CERTIFICATE_FILE, KEY_FILE = "ca.crt", "server.crt", "server.key"
 KEY_USES = (
@@ -32,7 +32,7 @@ KEY_USES = (
 
 
 def ensure_certificates(folder: Path, address: str, now: datetime | None = None) -> bool:
-    """Make certificates unless the folder has some that stay valid for a while; return whether it did.
+    """Make certificates, unless the folder has some that stay valid for a while; return whether any are new.
 
     Args:
         folder: for ``ca.crt``, ``server.crt`` and ``server.key``.
@@ -44,22 +44,30 @@ def ensure_certificates(folder: Path, address: str, now: datetime | None = None)
     if acceptable(folder, address, now + RENEWAL):
         return False
     authority_key, server_key = (ec.generate_private_key(ec.SECP384R1()) for _ in range(2))
-    authority = _authority(authority_key, now)
-    server = _server(server_key, authority, authority_key, address, now)
+    names = x509.SubjectAlternativeName([x509.DNSName("localhost"), x509.IPAddress(ip_address(address))])
+    files = {
+        KEY_FILE: _private(server_key, serialization.PrivateFormat.PKCS8),
+        AUTHORITY_FILE: _certificate(
+            *(AUTHORITY, authority_key, authority_key, now, "key_cert_sign"),
+            (x509.BasicConstraints(ca=True, path_length=0), True),
+        ),
+        CERTIFICATE_FILE: _certificate(
+            *("localhost", server_key, authority_key, now, "digital_signature"),
+            (x509.BasicConstraints(ca=False, path_length=None), True),
+            (x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), False),
+            (names, False),
+        ),
+    }
     (folder / CERTIFICATE_FILE).unlink(missing_ok=True)  # so that a mixture of old and new is never used
-    write_atomic(folder / KEY_FILE, _private(server_key, serialization.PrivateFormat.PKCS8), private=True)
-    write_atomic(folder / AUTHORITY_FILE, authority.public_bytes(serialization.Encoding.PEM), private=True)
-    write_atomic(folder / CERTIFICATE_FILE, server.public_bytes(serialization.Encoding.PEM), private=True)
+    for name, content in files.items():
+        write_atomic(folder / name, content, private=True)
     return True
 
 
 def acceptable(folder: Path, address: str, when: datetime) -> bool:
-    """Return whether a client that trusts ``ca.crt`` accepts the server at that time, and its key exists."""
+    """Return whether clients that trust ``ca.crt`` accept the server at that time, and its key fits."""
     try:
-        authority, server = (
-            x509.load_pem_x509_certificate((folder / name).read_bytes())
-            for name in (AUTHORITY_FILE, CERTIFICATE_FILE)
-        )
+        authority, server = _read(folder)
         verifier = (
             verification.PolicyBuilder()
             .store(verification.Store([authority]))
@@ -74,12 +82,9 @@ def acceptable(folder: Path, address: str, when: datetime) -> bool:
 
 
 def end_of(folder: Path) -> datetime | None:
-    """Return when the first of the certificates ends, or None if they cannot be read."""
+    """Return when the certificates end, or None if they cannot be read."""
     try:
-        return min(
-            x509.load_pem_x509_certificate((folder / name).read_bytes()).not_valid_after_utc
-            for name in (AUTHORITY_FILE, CERTIFICATE_FILE)
-        )
+        return min(certificate.not_valid_after_utc for certificate in _read(folder))
     except (OSError, ValueError):
         return None
 
@@ -98,7 +103,7 @@ def warning(folder: Path, now: datetime | None = None) -> str | None:
 
 
 def ensure_node_keys(folder: Path, names: Sequence[str]) -> None:
-    """Make a key pair per node, ``NAME`` and ``NAME.pub``; an existing pair, and so the node, stays."""
+    """Make one key pair per node, ``NAME`` and ``NAME.pub``; an existing pair is kept."""
     private_folder(folder)
     for name in names:
         if (folder / f"{name}.pub").exists():
@@ -111,57 +116,37 @@ def ensure_node_keys(folder: Path, names: Sequence[str]) -> None:
         write_atomic(folder / f"{name}.pub", public, private=True)
 
 
+def _read(folder: Path) -> list[x509.Certificate]:
+    files = folder / AUTHORITY_FILE, folder / CERTIFICATE_FILE
+    return [x509.load_pem_x509_certificate(file.read_bytes()) for file in files]
+
+
 def _private(key: ec.EllipticCurvePrivateKey, form: serialization.PrivateFormat) -> bytes:
     return key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
 
 
-def _authority(key: ec.EllipticCurvePrivateKey, now: datetime) -> x509.Certificate:
-    public = key.public_key()
-    return (
-        _builder(AUTHORITY, AUTHORITY, public, now)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(_key_usage("key_cert_sign"), critical=True)
-        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(public), critical=False)
-        .sign(key, hashes.SHA384())
-    )
-
-
-def _server(
+def _certificate(
+    subject: str,
     key: ec.EllipticCurvePrivateKey,
-    authority: x509.Certificate,
-    authority_key: ec.EllipticCurvePrivateKey,
-    address: str,
+    signer: ec.EllipticCurvePrivateKey,
     now: datetime,
-) -> x509.Certificate:
-    names = [x509.DNSName("localhost"), x509.IPAddress(ip_address(address))]
-    identifier = authority.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
-    return (
-        _builder("localhost", AUTHORITY, key.public_key(), now)
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(_key_usage("digital_signature"), critical=True)
-        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-        .add_extension(x509.SubjectAlternativeName(names), critical=False)
-        .add_extension(
-            x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(identifier), critical=False
-        )
-        .sign(authority_key, hashes.SHA384())
+    key_use: str,
+    *extensions: tuple[x509.ExtensionType, bool],
+) -> bytes:
+    """Return the certificate of a key with one allowed use; True marks a critical extension."""
+    builder = x509.CertificateBuilder(
+        issuer_name=x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, AUTHORITY)]),
+        subject_name=x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, subject)]),
+        public_key=key.public_key(),
+        serial_number=x509.random_serial_number(),
+        not_valid_before=now - CLOCK_SKEW,
+        not_valid_after=now + VALIDITY,
     )
-
-
-def _builder(
-    subject: str, issuer: str, key: ec.EllipticCurvePublicKey, now: datetime
-) -> x509.CertificateBuilder:
-    return (
-        x509.CertificateBuilder()
-        .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, subject)]))
-        .issuer_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, issuer)]))
-        .public_key(key)
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - CLOCK_SKEW)
-        .not_valid_after(now + VALIDITY)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
-    )
-
-
-def _key_usage(allowed: str) -> x509.KeyUsage:
-    return x509.KeyUsage(**{use: use == allowed for use in KEY_USES})
+    for extension, critical in (
+        (x509.SubjectKeyIdentifier.from_public_key(key.public_key()), False),
+        (x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), False),
+        (x509.KeyUsage(**{use: use == key_use for use in KEY_USES}), True),
+        *extensions,
+    ):
+        builder = builder.add_extension(extension, critical)
+    return builder.sign(signer, hashes.SHA384()).public_bytes(serialization.Encoding.PEM)

@@ -1,10 +1,9 @@
-"""A client's state in a file of its node: replaced atomically, with a digest, by one process at a time."""
+"""A client's state in files of its node: replaced atomically, with a digest, by one process at a time."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +28,10 @@ def check_experiment_name(experiment: str) -> None:
 
 
 class ClientStore:
-    """The stored state of one client in one experiment.
+    """The stored state of one client in one experiment, in the folder ``root/experiment/client-0``.
 
-    Args:
-        root: the node's folder for states; every experiment has a folder in it, and every client one in that.
-        experiment: name of the experiment. Not the number of a run: a run that is submitted again resumes.
-        client: number of the client.
+    The experiment has a name, not the number of a run, so that a run that is submitted again resumes. The
+    folder is private, because y_i is a mean of gradients.
     """
 
     def __init__(self, root: str | Path, experiment: str, client: int) -> None:
@@ -43,18 +40,14 @@ class ClientStore:
         self.folder = Path(root).expanduser() / experiment / f"client-{client}"
 
     def load(self, like: tuple[Any, ...]) -> StoredState:
-        """Return the stored state, which is empty before the first round.
-
-        Args:
-            like: a client state of the algorithm; its tensors are not read.
-        """
+        """Return the stored state, which is empty before the first round; ``like`` is any client state."""
         if not has_bundle(self.folder, BUNDLE):
             return StoredState()
         content, tensors = read_bundle(self.folder, BUNDLE)
         experiment, client = content.get("experiment"), content.get("client")
         if (experiment, client) != (self.experiment, self.client):
             raise CheckpointError(
-                f"{self.folder} holds the state of client {client} of experiment {experiment!r}, not of "
+                f"{self.folder} has the state of client {client} of experiment {experiment!r}, not of "
                 f"client {self.client} of {self.experiment!r}"
             )
 
@@ -63,7 +56,7 @@ class ClientStore:
                 return from_names(like, tensors, prefix)
             except KeyError as error:
                 raise CheckpointError(
-                    f"{self.folder} holds the state of another algorithm: it has no {error}"
+                    f"{self.folder} has the state of another algorithm: it has no {error}"
                 ) from None
 
         pending = content["pending"]
@@ -91,27 +84,19 @@ class ClientStore:
             "has_state": stored.committed_state is not None,
             "pending": None if stored.pending is None else list(stored.pending),
         }
-        self._make_private()
         write_bundle(self.folder, BUNDLE, content, tensors, private=True)
 
-    @contextmanager
-    def locked(self, seconds: float = 60.0) -> Iterator[None]:
-        """Lock the state, so that of two processes that work for the same client the second one waits.
+    def locked(self, seconds: float = 60.0) -> ExitStack:
+        """Lock the state in a ``with`` block; a second process that works for the same client waits.
 
         Raises:
-            RefusedError: "busy", the lock was not free within ``seconds``.
+            RefusedError: "busy", the first process still has the lock after ``seconds``.
         """
-        self._make_private()
+        private_folder(self.folder.parent)  # also one that an earlier version has made
+        private_folder(self.folder)
         try:
-            state_lock = lock(self.folder, seconds)
+            return lock(self.folder, seconds)
         except CheckpointInUseError:
             raise RefusedError(
                 "busy", f"client {self.client} is still at work on another request after {seconds:g} s"
             ) from None
-        with state_lock:
-            yield
-
-    def _make_private(self) -> None:
-        """Make the folders private, also those of an earlier version: y_i is a mean of gradients."""
-        private_folder(self.folder.parent)
-        private_folder(self.folder)

@@ -25,7 +25,7 @@ log = logging.getLogger("fadamgc")
 
 
 class ClientSide(NamedTuple):
-    """What a client has."""
+    """Model, loss and data of a client."""
 
     model: nn.Module
     loss: Loss
@@ -35,11 +35,11 @@ class ClientSide(NamedTuple):
 def client_app(load: Callable[[Context], ClientSide | tuple[nn.Module, Loss, Pair]]) -> ClientApp:
     """Return a ClientApp that takes part with whatever algorithm the server runs.
 
-    A node is told who it is by its node-config: ``partition-id`` is the number of the client, from 0;
+    The node-config says which client a node is: ``partition-id`` is the number of the client, from 0;
     ``state-folder`` is the folder of its states (default: see ``state_folder``).
 
     Args:
-        load: returns model, loss and this client's (inputs, targets), from Flower's context.
+        load: function of Flower's context that returns model, loss and this client's (inputs, targets).
     """
     app = ClientApp()
 
@@ -58,17 +58,14 @@ def client_app(load: Callable[[Context], ClientSide | tuple[nn.Module, Loss, Pai
     @app.train()
     def train(message: Message, context: Context) -> Message:
         def answer() -> RecordDict:
-            r = read_request(message.content)
-            client = local_client(context)
-            if r.request.client != client.client:
+            received = read_request(message.content)
+            client, request = local_client(context), received.request
+            if request.client != client.client:
                 raise RefusedError(
-                    "another client", f"this is client {client.client}, asked is client {r.request.client}"
+                    "another client", f"this is client {client.client}, not client {request.client}"
                 )
-            store = ClientStore(state_folder(context), r.request.experiment, client.client)
-            reply = handle_request(
-                client, store, r.algorithm, r.settings, r.request, r.tracked, r.down, r.buffers
-            )
-            return reply_content(reply)
+            store = ClientStore(state_folder(context), request.experiment, client.client)
+            return reply_content(handle_request(client, store, received))
 
         return _reply(message, answer)
 
@@ -79,12 +76,10 @@ def _reply(message: Message, answer: Callable[[], RecordDict]) -> Message:
     """Reply with the answer, or with the reason why there is none, so that the server can log it."""
     try:
         content = answer()
-    except RefusedError as error:
-        log.warning("%s", error)
-        content = refusal_content(error.kind, str(error))
     except FadamgcError as error:
         log.warning("%s", error)
-        content = refusal_content(type(error).__name__, str(error))
+        kind = error.kind if isinstance(error, RefusedError) else type(error).__name__
+        content = refusal_content(kind, str(error))
     return Message(content, reply_to=message)
 
 
@@ -103,6 +98,4 @@ def state_folder(context: Context) -> Path:
     """Return the folder of a node's client states: node-config ``state-folder``, else $FADAMGC_STATES, else
     the user's folder for states."""
     folder = context.node_config.get("state-folder") or os.environ.get("FADAMGC_STATES")
-    if folder:
-        return Path(str(folder)).expanduser()
-    return user_folder("state")
+    return Path(str(folder)).expanduser() if folder else user_folder("state")

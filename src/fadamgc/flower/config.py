@@ -19,8 +19,8 @@ from fadamgc.methods import algorithm_class, make_algorithm
 
 BIND_VARIABLE = "FADAMGC_BIND_CLIENTS"  # in the ServerApp's environment: what bind-clients = "auto" means
 DEFAULT_ROUNDS = 10
-# Settings of ``simulate`` that a config cannot have: a value in a config is one number or one text, and a
-# server writes a checkpoint after every round and drops updates that are not finite.
+# Settings of ``simulate`` that a config cannot have: a value in a config is a number or a text, and a server
+# always writes a checkpoint after every round and drops updates that are not finite.
 NOT_IN_CONFIG = ("schedule", "on_nonfinite", "checkpoint_every", "dtype")
 
 
@@ -36,7 +36,7 @@ class ServerOptions:
     algorithm: str = option("fadamgc", "name of the algorithm")
     clients: int = option(3, "number of clients, n")
     experiment: str = option("experiment", "name under which server and clients store their states")
-    folder: str = option("", "folder of the checkpoint and the history; empty: one in ~/.local/state")
+    folder: str = option("", "folder of the checkpoint and the history; empty: a folder in ~/.local/state")
     min_clients: int = option(1, "a round with fewer replies does not count")
     round_timeout: float = option(600.0, "seconds that a round waits for replies")
     wait_timeout: float = option(300.0, "seconds to wait for nodes: first for all, then for min-clients")
@@ -81,8 +81,8 @@ class ServerConfig(NamedTuple):
     def binds_clients(self) -> bool:
         """Whether clients are bound to the keys of their nodes.
 
-        Without node authentication a node has a new key whenever it starts, and Flower does not tell whether
-        there is authentication; so "auto" asks the environment, and is "off" without an answer.
+        Without node authentication, a node has a new key whenever it starts. Flower does not tell an app
+        whether there is authentication, so "auto" reads an environment variable, and is "off" without it.
         """
         choice = self.options.bind_clients
         answer = os.environ.get(BIND_VARIABLE, "off") if choice == "auto" else choice
@@ -107,7 +107,7 @@ class ServerConfig(NamedTuple):
 
 
 def config_keys() -> dict[str, str]:
-    """Return the keys that a config can have for every algorithm, with the fields that they set."""
+    """Return the keys that a config can have with any algorithm, with the fields that they set."""
     names = [f.name for f in (*fields(ServerOptions), *fields(Settings)) if f.name not in NOT_IN_CONFIG]
     return {name.replace("_", "-"): name for name in names}
 

@@ -1,4 +1,4 @@
-"""The server of a federation, without the network: whom to ask, what to accept, when it counts.
+"""The server of a federation, without the network: which clients to ask, what to accept, when a round counts.
 
 Nothing of a round is in the state before the round is closed, and writing the checkpoint closes the round. A
 coordinator that is killed at any moment and opened again has the state of the last closed round.
@@ -7,22 +7,20 @@ coordinator that is killed at any moment and opened again has the state of the l
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from fadamgc.algorithm import AnyAlgorithm, example
-from fadamgc.errors import CheckpointError, InputError, shown, whole
+from fadamgc.errors import InputError, whole
 from fadamgc.escape import printable
 from fadamgc.federation.client_states import ClientStates
-from fadamgc.federation.cost import CostModel, Work
+from fadamgc.federation.cost import CostModel
 from fadamgc.federation.functions import TaskFunctions
 from fadamgc.federation.run import Record, Run
 from fadamgc.federation.sampling import Draw
@@ -32,23 +30,15 @@ from fadamgc.federation.sums import Sums
 from fadamgc.files import as_json
 from fadamgc.flower.client_store import check_experiment_name
 from fadamgc.flower.members import Members
-from fadamgc.flower.protocol import MAX_GENERATION, NEVER, RefusedError, Reply, Request, Stamp
-from fadamgc.flower.reply_checks import Norms, ReplyChecks, Scale, refusal
-from fadamgc.flower.server_store import ServerStore
+from fadamgc.flower.protocol import MAX_GENERATION, NEVER, RefusedError, Reply, Request, Stamp, TrainRequest
+from fadamgc.flower.reply_checks import Norms, ReplyChecks, Scale, evaluate, refusal
+from fadamgc.flower.server_store import Checkpoint, ServerStore, federation_checkpoint, restore_federation
 from fadamgc.task import Task
 from fadamgc.tree import from_names, named_leaves
 
 log = logging.getLogger("fadamgc")
 
 REMEMBERED_REFUSALS = 100
-QUICK_TEST = 256  # test samples that are looked at in a round without an evaluation
-
-
-class Asked(NamedTuple):
-    """A request to one client."""
-
-    request: Request
-    tracked: bool
 
 
 class Coordinator:
@@ -56,26 +46,18 @@ class Coordinator:
 
     Args:
         algorithm: the algorithm.
-        task: model, loss, test data and metric. Of its clients' data only two samples are looked at, to see
+        task: model, loss, test data and metric. Of its clients' data only two samples are used, to find out
             which buffers training changes: the server has no data of the clients.
         clients: number of clients, n; they are numbered from 0.
         settings: how the run proceeds.
         experiment: name of the experiment, under which clients store their states.
         store: folder for the checkpoint; None for none: a server that is killed then restarts from round 1.
-        max_norm: refuse a client whose message has a vector longer than this; None accepts any length.
-        max_norm_ratio: refuse a client whose message has a vector, or a change of buffers, that is longer
-            than this many times what is typical: the larger of the median of this round and of the largest
-            median of earlier rounds. A client with more local steps than is typical may go further, in
-            proportion, up to this many times. None accepts any length.
-        max_samples: refuse a client that says that it has more samples; None accepts any number.
-        max_size_ratio: with weights="size", refuse a client that says that it has more than this many times
-            the median number of samples; None accepts any number.
-        min_clients: a round with fewer replies does not count.
-        checkpoints: how many checkpoints are kept, the newest included.
-        restore_round: return to the checkpoint of this round, and reset all states; None resumes from the
-            newest checkpoint.
-        unbind: clients that are no longer bound to the key of their node; they are bound to the next key.
-        reset_states: reset the states of all clients, and the server's state except for the model.
+        cost: how rounds are priced.
+        max_norm: see ``ServerOptions.max_update_norm``; None accepts any length.
+        max_norm_ratio, max_samples, max_size_ratio: see ``ServerOptions``; None accepts any number.
+        min_clients, checkpoints, reset_states: see ``ServerOptions``.
+        restore_round: see ``ServerOptions``; None resumes from the newest checkpoint.
+        unbind: clients that are no longer bound to the key of their node, but to the next key that they use.
         facts: what else must be equal when the experiment is resumed, as plain data.
     """
 
@@ -100,45 +82,35 @@ class Coordinator:
         reset_states: bool = False,
         facts: Mapping[str, Any] | None = None,
     ) -> None:
-        if not 1 <= min_clients <= clients:
-            raise InputError(
-                f"min_clients={min_clients} is not accepted; it must be from 1 to clients={clients}"
-            )
-        if max_norm is not None and not max_norm > 0:
-            raise InputError(f"max_norm={max_norm!r} is not accepted; it must be a number > 0")
-        for name, ratio in (("max_norm_ratio", max_norm_ratio), ("max_size_ratio", max_size_ratio)):
-            if ratio is not None and not ratio > 1:
-                raise InputError(f"{name}={ratio!r} is not accepted; it must be a number > 1")
-        if max_samples is not None:
-            whole("max_samples", max_samples, 1)
         check_experiment_name(experiment)
+        refused = f"min_clients={min_clients} is not accepted;"
+        if not 1 <= min_clients <= clients:
+            raise InputError(f"{refused} it must be from 1 to clients={clients}")
         if settings.sampled is not None and min_clients > settings.sampled:
-            raise InputError(
-                f"min_clients={min_clients} is not accepted; a round asks only sampled={settings.sampled}"
-            )
+            raise InputError(f"{refused} a round asks only sampled={settings.sampled}")
         if algorithm.full_participation and min_clients < clients:
-            raise InputError(
-                f"{type(algorithm).__name__} needs all clients in every round; give min_clients={clients}"
-            )
+            name = type(algorithm).__name__
+            raise InputError(f"{refused} it must be {clients}: {name} needs all clients in every round")
         settings.check(clients, [1] * clients, algorithm)
         self.settings, self.experiment, self.min_clients = settings, experiment, min_clients
         self.members = Members(clients, settings.weights == "size", max_samples, max_size_ratio)
         self.facts = dict(facts or {})
-        self.store = None if store is None else ServerStore(store, whole("checkpoints", checkpoints, 1))
-        functions = TaskFunctions(task, settings.dtype)
-        self.federation = Federation(algorithm, functions, clients, settings, cost)
-        self.functions, self.algorithm, self.task, self.n = functions, algorithm, task, clients
-        self.checks = ReplyChecks(functions.module, max_norm, max_norm_ratio)
-        self._up = example(algorithm, torch.zeros(functions.flat.d, dtype=functions.x0.dtype)).up
+        self.functions, self.algorithm, self.task = TaskFunctions(task, settings.dtype), algorithm, task
+        self.n = clients
+        self.federation = Federation(algorithm, self.functions, clients, settings, cost)
+        self.checks = ReplyChecks(self.functions.module, max_norm, max_norm_ratio)
+        self._up = example(algorithm, torch.zeros_like(self.functions.x0)).up
         self.generation = 0
         self.counted: dict[int, Stamp] = {}
-        self.refusals: list[str] = []  # the last of them, for people
+        self.refusals: list[str] = []  # the last ones, for people to read
+        self.store = None if store is None else ServerStore(store, whole("checkpoints", checkpoints, 1))
+        self.attempt = 1
         if self.store is not None:
-            # Before any client is asked: no two starts have the same number.
+            # This comes before any client is asked, so that no two starts have the same number.
             checkpoint = self.store.take_over(needed=restore_round is None)
+            self.attempt = self.store.attempt
             if checkpoint is not None:
-                self._restore(self.store, *checkpoint)
-        self.attempt = 1 if self.store is None else self.store.attempt
+                self._restore(self.store, checkpoint)
         if restore_round is not None:
             self._return_to(restore_round)
         elif reset_states:
@@ -147,7 +119,6 @@ class Coordinator:
             self.members.keys.pop(client, None)
         self._write()
         self._clear_round()
-        self._began = time.perf_counter()
 
     @property
     def t(self) -> int:
@@ -169,11 +140,16 @@ class Coordinator:
         """One record per closed round."""
         return self.federation.history
 
-    # Whom to ask.
+    # Which clients to ask.
 
     def over(self) -> bool:
         """Whether the last round or the target has been reached."""
         return self.federation.over()
+
+    @property
+    def needs_setup(self) -> bool:
+        """Whether all clients have to send their gradient at the initial model before round 1."""
+        return self.server is None
 
     @property
     def needs_all(self) -> bool:
@@ -181,52 +157,42 @@ class Coordinator:
         return self.needs_setup or (self.settings.weights == "size" and len(self.members.samples) < self.n)
 
     @property
-    def needs_setup(self) -> bool:
-        """Whether all clients have to send their gradient at the first model before there can be a round."""
-        return self.server is None
+    def needed(self) -> int:
+        """How many clients the next round needs."""
+        return self.n if self.needs_all else self.min_clients
 
-    def ask(self, available: Iterable[int]) -> list[Asked]:
+    def ask(self, available: Iterable[int]) -> list[TrainRequest]:
         """Return the requests of the next round; in the setup, all clients are asked."""
         if self.store is not None:
             self.store.check()
         if len(self.members.samples) == self.n:
             self.settings.check(self.n, [self.members.samples[i] for i in range(self.n)], self.algorithm)
-        self._began = time.perf_counter()
         self._clear_round()
         if self.needs_setup:
             everyone = tuple(range(self.n))
-            draw, t = Draw(everyone, everyone), 0
+            draw, stamp, down = Draw(everyone, everyone), Stamp(0, self.attempt), {"x": self.functions.x0}
         else:
-            draw, t = self.federation.who(available), self.t + 1
-        stamp, tracked = Stamp(t, self.attempt), set(draw.tracked)
+            draw, stamp = self.federation.who(available), Stamp(self.t + 1, self.attempt)
+            down = named_leaves(self.federation.open().down)
         for i in draw.sampled:
             request = Request(self.experiment, i, self.generation, stamp, self.counted.get(i, NEVER))
-            self._asked[i] = Asked(request, i in tracked)
+            self._asked[i] = TrainRequest(
+                request, i in draw.tracked, self.algorithm, self.settings, down, self.buffers
+            )
         return list(self._asked.values())
-
-    def message(self) -> dict[str, Tensor]:
-        """Return the vectors that the server sends to every client of the round, by name."""
-        if self.needs_setup:
-            return {"x": self.functions.x0}
-        return named_leaves(self.federation.open().down)
 
     def wanted(self, client: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return what a client's reply must contain: vectors and buffers, as tensors of the same shape."""
-        asked = self._asked.get(client)
-        if asked is None:
-            return {}, {}
+        asked = self._asked[client]
         if not asked.request.stamp.round:
             return {"g": self.functions.x0}, {}
         left_out = () if asked.tracked else self.algorithm.tracked_only
-        vectors = {
-            name: tensor
-            for name, tensor in named_leaves(self._up).items()
-            if name.partition(".")[0] not in left_out
-        }
-        return vectors, dict(self.buffers)
+        vectors = named_leaves(self._up).items()
+        return {k: v for k, v in vectors if k.partition(".")[0] not in left_out}, dict(self.buffers)
 
     def _clear_round(self) -> None:
-        self._asked: dict[int, Asked] = {}
+        self._began = time.perf_counter()
+        self._asked: dict[int, TrainRequest] = {}
         self._replies: dict[int, Reply] = {}
         self._norms: dict[int, Norms] = {}  # of the replies
         self._screened = False
@@ -234,75 +200,61 @@ class Coordinator:
     # What to accept.
 
     def consider(self, client: int, reply: Reply) -> None:
-        """Take in a reply for this round, or refuse it; either way the state does not change yet.
-
-        Args:
-            client: the client that was asked with the message that this reply answers.
-            reply: the reply.
+        """Accept the reply to the message that was sent to this client; the state does not change yet.
 
         Raises:
-            RefusedError: the reply is not what was asked for.
+            RefusedError: the reply is not as requested.
         """
-        with self._remembering_refusals():
-            norms = self._check(client, reply)
+        with self.noting_refusals():
+            asked = self._asked.get(client)
+            if asked is None:
+                raise refusal(client, "not asked", "it was not asked in this round")
+            if client in self._replies:
+                raise refusal(client, "twice", "it has already answered")
+            samples, is_setup = self.members.samples.get(client), not asked.request.stamp.round
+            steps = None if samples is None or is_setup else self.settings.steps(samples)
+            norms = self.checks.check(reply, asked.request, *self.wanted(client), steps)
         self._replies[client], self._norms[client], self._screened = reply, norms, False
 
-    def _check(self, client: int, reply: Reply) -> Norms:
-        asked = self._asked.get(client)
-        if asked is None:
-            raise refusal(client, "not asked", "it was not asked in this round")
-        self.checks.check_header(client, reply, asked.request)
-        if client in self._replies:
-            raise refusal(client, "twice", "it has already answered")
-        samples = self.members.samples.get(client)
-        steps = self.settings.steps(samples) if samples is not None and reply.stamp.round else None
-        return self.checks.check_numbers(client, reply, *self.wanted(client), steps)
-
-    def screen(self) -> tuple[int, ...]:
-        """Refuse the replies of this round that are out of proportion; to be called when all have arrived.
-
-        Returns:
-            The clients whose replies were refused.
-        """
+    def screen(self) -> None:
+        """Refuse the replies that are out of proportion to the others; call this when all have arrived."""
         if self._screened:
-            return ()
+            return
         self._screened = True
-        refused = self.checks.out_of_proportion(self._norms, self.federation.state)
-        for i, error in refused.items():
+        for i, error in self.checks.out_of_proportion(self._norms, self.federation.state).items():
             log.warning("client %d: %s", i, error)
             self.refuse(error)
             del self._replies[i], self._norms[i]
-        return tuple(refused)
 
     def refuse(self, error: Exception) -> None:
-        """Remember that something was refused; it goes into the next checkpoint."""
-        self.refusals = [*self.refusals, f"round {self.t + 1}: {printable(error, 500)}"][
-            -REMEMBERED_REFUSALS:
-        ]
+        """Note a refusal; it is saved with the next checkpoint."""
+        refusals = [*self.refusals, f"round {self.t + 1}: {printable(error, 500)}"]
+        self.refusals = refusals[-REMEMBERED_REFUSALS:]
+
+    @contextmanager
+    def noting_refusals(self) -> Iterator[None]:
+        """Note any error in a ``with`` block as a refusal."""
+        try:
+            yield
+        except Exception as error:
+            self.refuse(error)
+            raise
 
     def admit(self, client: int, samples: int) -> None:
-        """Take in the size of a client's data; see ``Members.admit``."""
-        with self._remembering_refusals():
+        """Accept the size of a client's data, or refuse it; see ``Members.admit``."""
+        with self.noting_refusals():
             self.members.admit(client, samples, started=bool(self.counted))
 
     def check_key(self, client: int, key: str) -> None:
         """Refuse a node that speaks for a client with another key; see ``Members.check_key``."""
-        with self._remembering_refusals():
+        with self.noting_refusals():
             self.members.check_key(client, key)
 
-    @contextmanager
-    def _remembering_refusals(self) -> Iterator[None]:
-        try:
-            yield
-        except RefusedError as error:
-            self.refuse(error)
-            raise
-
-    # When it counts.
+    # When a round counts.
 
     @property
     def answered(self) -> tuple[int, ...]:
-        """The clients whose replies have been taken in."""
+        """The clients whose replies have been accepted."""
         return tuple(sorted(self._replies))
 
     @property
@@ -311,10 +263,10 @@ class Coordinator:
         return len(self._replies) >= (self.n if self.needs_setup else self.min_clients)
 
     def close(self) -> Record | None:
-        """End the round: with the replies if they are enough, without any if not. A setup has no record.
+        """End the round: with all its replies if they are enough, without any if not.
 
         A round whose model is not finite, or has no finite test loss, does not count: the state does not
-        change, and the clients discard theirs when they are asked again.
+        change, and the clients discard theirs when they are asked again. A setup has no record.
         """
         self.screen()
         if self.needs_setup:
@@ -323,27 +275,30 @@ class Coordinator:
             return None
         replies = self._replies if self.enough else {}
         sums, after = self._sum(replies)
-        evaluation: dict[str, float] = {}
-        why: str | None
-        if after.nonfinite() is not None:
-            why = "the sum of the replies is not finite"
-        else:
-            evaluation, why = self._evaluate(after)
-            if why is not None and self._evaluate(self.federation.state)[1] is not None:
-                why = None  # the replies are not the cause
-        if why is not None:
-            why = f"{why}; none of them counts"
-            log.warning("round %d is refused: %s", self.t + 1, why)
-            self.refuse(RefusedError("not finite", why))
-            replies = {}
-            sums, after = self._sum(replies)
-            evaluation, _ = self._evaluate(after)
+        evaluation, flaw = evaluate(self.federation, after)
+        if flaw is not None:
+            evaluation_before, flaw_before = evaluate(self.federation, self.federation.state)
+            if flaw_before is None or after.nonfinite() is not None:  # else the replies are not the cause
+                log.warning("round %d is refused: %s; none of the replies counts", self.t + 1, flaw)
+                self.refuse(RefusedError("not finite", f"{flaw}; none of the replies counts"))
+                replies, evaluation = {}, evaluation_before
+                sums, after = self._sum(replies)
         self._commit(after, self._record(sums, evaluation, replies), replies)
         self._clear_round()
         return self.history[-1]
 
+    def _close_setup(self) -> None:
+        replies = [self._replies[i] for i in range(self.n)]
+        self.federation.weights = self.members.weights(self.settings)
+        try:
+            self.federation.begin_with((r.up["g"] for r in replies), [r.steps for r in replies])
+            self.counted = {i: asked.request.stamp for i, asked in self._asked.items()}
+            self._write()
+        finally:
+            self._clear_round()
+
     def _commit(self, after: ServerState, record: Record, replies: Mapping[int, Reply]) -> None:
-        """Take over the round and write the checkpoint; if that fails, the state is as before."""
+        """Replace the state and write the checkpoint; if writing fails, the state is as before."""
         federation, checks = self.federation, self.checks
         before = federation.state, federation.t, self.counted, checks.scales
         self.counted = self.counted | {i: self._asked[i].request.stamp for i in replies}
@@ -356,26 +311,9 @@ class Coordinator:
             federation.history.pop()
             raise
 
-    def _evaluate(self, state: ServerState) -> tuple[dict[str, float], str | None]:
-        """Return the evaluation of the next round, {} if it has none, and what is wrong with the model."""
-        x, buffers = state.server.x, state.buffers
-        try:
-            evaluation = self.federation.evaluate(state)
-        except InputError as error:  # such as a custom metric that fails on numbers that are not finite
-            if math.isfinite(self.functions.quick_test_loss(x, buffers, QUICK_TEST) or 0.0):
-                raise
-            return {}, str(error)
-        if self.settings.evaluates(self.t + 1):
-            loss = evaluation.get("test_loss", 0.0)
-        else:
-            loss = self.functions.quick_test_loss(x, buffers, QUICK_TEST) or 0.0
-        if math.isfinite(loss):
-            return evaluation, None
-        return evaluation, f"with the replies, the loss on the test data is {loss}"
-
     def _sum(self, replies: Mapping[int, Reply]) -> tuple[Sums, ServerState]:
-        """Return the sums over these replies, and the server after them."""
-        self.federation.weights = self._weights()
+        """Return the sums over these replies, and the server's state after a round with them."""
+        self.federation.weights = self.members.weights(self.settings)
         sums = self.federation.new_sums()
         like = named_leaves(self._up)
         for i in sorted(replies):
@@ -386,93 +324,54 @@ class Coordinator:
             sums.add(i, reply.steps, from_names(self._up, vectors), buffers, loss)
         return sums, self.federation.aggregate(sums)
 
-    def _close_setup(self) -> None:
-        replies = [self._replies[i] for i in range(self.n)]
-        self.federation.weights = self._weights()
-        try:
-            self.federation.begin_with((r.up["g"] for r in replies), [r.steps for r in replies])
-            self.counted = {i: self._asked[i].request.stamp for i in range(self.n)}
-            self._write()
-        finally:
-            self._clear_round()
-
-    def _weights(self) -> list[float] | None:
-        if self.settings.weights == "size" and len(self.members.samples) < self.n:
-            raise InputError("weights='size' needs the sizes of all clients; wait until all have connected")
-        return self.settings.weight_of(np.array([self.members.samples.get(i, 1) for i in range(self.n)]))
-
     def _record(self, sums: Sums, evaluation: Mapping[str, float], replies: Mapping[int, Reply]) -> Record:
-        sampled = tuple(self._asked)
-        draw = Draw(sampled, tuple(i for i, asked in self._asked.items() if asked.tracked))
-        missing = tuple(i for i in sampled if i not in replies)
-        steps = [
-            self.federation.work_steps(replies[i].steps, self.members.samples.get(i, 1))
-            if i in replies
-            else 0
-            for i in sampled
-        ]
+        draw = Draw(tuple(self._asked), tuple(i for i, asked in self._asked.items() if asked.tracked))
+        steps = dict.fromkeys(draw.sampled, 0)
+        for i, reply in replies.items():
+            steps[i] = self.federation.work_steps(reply.steps, self.members.samples.get(i, 1))
+        missing = tuple(i for i in draw.sampled if i not in replies)
         seconds = time.perf_counter() - self._began
-        return self.federation.record(draw, sums, evaluation, steps, seconds, missing, silent=missing)
-
-    # What is stored.
-
-    def identity(self) -> dict[str, Any]:
-        """Return what must be equal for one start to be the continuation of another."""
-        return self.federation.identity()
-
-    def _experiment_identity(self) -> dict[str, Any]:
-        """Return what must be equal for a checkpoint to belong to this experiment."""
-        layout = zip(self.functions.flat.names, self.functions.flat.shapes, strict=True)
-        model = {
-            "parameters": {name: list(shape) for name, shape in layout},
-            "buffers": {name: list(value.shape) for name, value in self.functions.buffers0.items()},
-        }
-        return self.identity() | {"experiment": self.experiment, "model": model, "facts": self.facts}
+        return self.federation.record(
+            draw, sums, evaluation, list(steps.values()), seconds, missing, silent=missing
+        )
 
     def run(self) -> Run:
         """Return the run so far, as the simulator does; the clients' states are with the clients."""
         clients = ClientStates(self.n, self.algorithm.init_client(self.functions.x0))
         return self.federation.run(clients, {"executor": "flower", "compiled": False})
 
+    # What is stored.
+
+    def _identity(self) -> dict[str, Any]:
+        """Return what must be equal for a checkpoint to belong to this experiment."""
+        flat = self.functions.flat
+        model = {
+            "parameters": dict(zip(flat.names, flat.shapes, strict=True)),
+            "buffers": {name: tuple(value.shape) for name, value in self.functions.buffers0.items()},
+        }
+        more = {"experiment": self.experiment, "model": model, "facts": self.facts}
+        return dict(as_json(self.federation.identity() | more))
+
     def _write(self) -> None:
         if self.store is None:
             return
-        tensors = {f"buffer.{name}": value for name, value in self.buffers.items()}
-        if self.server is not None:
-            tensors |= named_leaves(self.server, "server")
-        content = {
-            "identity": as_json(self._experiment_identity()),
-            "round": self.t,
+        content, tensors = federation_checkpoint(self.federation)
+        content |= {
+            "identity": self._identity(),
             "generation": self.generation,
-            "set_up": self.server is not None,
             "counted": {str(i): list(stamp) for i, stamp in self.counted.items()},
             "samples": {str(i): size for i, size in self.members.samples.items()},
-            "setup": [work._asdict() for work in self.federation.setup],
-            "history": [record.to_json() for record in self.history],
             "refusals": self.refusals,
             "scales": {name: list(scale) for name, scale in self.checks.scales.items()},
             "keys": {str(i): key for i, key in self.members.keys.items()},
         }
         self.store.write(content, tensors)
 
-    def _restore(self, store: ServerStore, content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    def _restore(self, store: ServerStore, checkpoint: Checkpoint) -> None:
         """Take over the state of a checkpoint."""
-        here, saved = as_json(self._experiment_identity()), content["identity"]
-        for key in {**here, **saved}:
-            if here.get(key) != saved.get(key):
-                raise CheckpointError(
-                    f"{store.folder} is the checkpoint of another experiment: "
-                    f"{key}={shown(saved.get(key))} there, "
-                    f"{shown(here.get(key))} here; give another experiment, or the settings that it had"
-                )
-        federation, x0 = self.federation, self.functions.x0
-        server = None
-        if content["set_up"]:
-            server = from_names(self.algorithm.init_server(x0, x0), tensors, "server")
-        federation.state = ServerState(server, {name: tensors[f"buffer.{name}"] for name in self.buffers})
-        federation.t = content["round"]
-        federation.setup = tuple(Work(**{k: tuple(v) for k, v in w.items()}) for w in content["setup"])
-        federation.history = [Record.from_json(record) for record in content["history"]]
+        content, _ = checkpoint
+        store.check_identity(self._identity(), content["identity"])
+        restore_federation(self.federation, checkpoint)
         self.generation = content["generation"]
         self.counted = {int(i): Stamp(*stamp) for i, stamp in content["counted"].items()}
         self.members.samples = {int(i): int(size) for i, size in content["samples"].items()}
@@ -482,11 +381,11 @@ class Coordinator:
         self.members.keys = {int(i): key for i, key in content.get("keys", {}).items()}
 
     def _return_to(self, t: int) -> None:
-        """Take the model of an earlier round, and reset the clients' states, which are of later rounds."""
+        """Return to the model of an earlier round; the clients' states, of later rounds, are reset."""
         if self.store is None:
             raise InputError(f"restore_round={t} is not accepted; there is no folder with checkpoints")
         generation, keys, refusals = self.generation, self.members.keys, self.refusals
-        self._restore(self.store, *self.store.read(t))
+        self._restore(self.store, self.store.read(t))
         self.generation = max(generation, self.generation)
         self.members.keys, self.refusals = keys or self.members.keys, refusals
         self._reset()
@@ -494,16 +393,15 @@ class Coordinator:
 
     def _reset(self) -> None:
         """Reset the states of all clients. The model stays, as if the experiment started with it."""
-        if self.algorithm.init_gradient and self.server is not None:
+        state = self.federation.state
+        if self.algorithm.init_gradient and state.server is not None:
             raise InputError(
-                f"{type(self.algorithm).__name__} starts from the clients' gradients at the first model; its "
-                "states cannot be reset with another model"
+                f"{type(self.algorithm).__name__} starts from the clients' gradients at the initial model; "
+                "its states cannot be reset with another model"
             )
-        # Larger than any earlier number of this server. The time is for a server that has lost its
-        # checkpoint: the number is then likely larger than any that clients have seen, unless the clock is
-        # wrong.
+        # The generation must grow. A server that has lost its checkpoint does not know the last generation:
+        # the time in seconds is then likely larger than any generation that clients have seen.
         self.generation = max(self.generation + 1, min(int(time.time()), MAX_GENERATION // 2))
         self.counted, self.members.samples = {}, {}
-        if self.server is not None:
-            state = self.federation.state
+        if state.server is not None:
             self.federation.state = state._replace(server=self.algorithm.init_server(state.server.x))

@@ -17,7 +17,7 @@ from fadamgc.tasks.sections import task_spec
 
 
 def task(context: Context) -> Task:
-    """Build the whole task; a real client would have only its own data."""
+    """Build the task of all clients; a real client would have only its own data."""
     config = context.run_config
     table = {key.removeprefix("data."): value for key, value in config.items() if key.startswith("data.")}
     spec = task_spec(**{"data": "digits", "clients": config.get("clients", 3)} | table)

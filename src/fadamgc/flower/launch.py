@@ -6,19 +6,18 @@
 Flower serves three APIs on the SuperLink's one port, and authenticates the callers of only one of them:
 
 - Fleet, for the nodes. With ``--enable-supernode-auth``, requests are signed with a registered key.
-- Control, for ``flwr run`` and ``flwr supernode register``: whoever may use it can run code on the server and
-  on every node. Flower can authenticate accounts here, but includes no plugin for it. ``OperatorPlugin`` is
-  one: it accepts requests that carry the token in the operator's file.
-- Runtime, for the apps that the SuperLink starts (a SuperNode has this API, too): whoever asks first gets the
-  next task, with a token to act as that app. Flower can require a shared secret from its SuperExec, which
-  fetches the tasks, but only if the SuperExec is started separately. So this script starts it, with a secret
-  that is in memory only. An app's token is on its command line, where other users of the machine can read it,
-  and would let them start runs (``start-automation``); so of the SuperLink's Runtime API, only the requests
-  that a ServerApp needs are served.
+- Control, for ``flwr run`` and ``flwr supernode register``: its callers can run code on the server and on
+  every node. Flower can authenticate accounts here, but needs a plugin and includes none. ``OperatorPlugin``
+  is such a plugin: it accepts requests that contain the operator's token.
+- Runtime, for the apps that the SuperLink or a SuperNode starts. The first caller who asks for a task gets
+  it, with a token to act as that app. Flower's SuperExec, which fetches the tasks, can be required to know a
+  secret, but only if it is started separately. So this script starts it, with a secret that is only in
+  memory. An app's token is on its command line, where other users of the machine can read it, and would let
+  them start runs (``start-automation``). So the SuperLink serves only the requests that a ServerApp needs.
 
 This file is a script that does not import fadamgc, because a SuperLink does not need torch. Of the functions
 of Flower that it calls, ``_parse_superlink_lifespan_config`` is private (the same in 1.41 and 1.42).
-``fadamgc federation up`` checks that a SuperLink that it has started does refuse strangers.
+``fadamgc federation up`` checks that the SuperLink does refuse strangers.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ class OperatorPlugin(NoOpControlAuthnPlugin):
         self._token = token.encode()
 
     def validate_tokens_in_metadata(self, metadata: Metadata) -> tuple[bool, AccountInfo | None]:
-        """Accept the operator's token; the comparison takes the same time wherever a token differs."""
+        """Accept the operator's token, compared in constant time."""
         for key, value in metadata:
             received = value.encode(errors="surrogateescape") if isinstance(value, str) else value
             if key == ACCESS_TOKEN_KEY and hmac.compare_digest(received, self._token):
@@ -76,7 +75,7 @@ class OperatorPlugin(NoOpControlAuthnPlugin):
 
 
 class OnlyTraining:
-    """Middleware that refuses Runtime requests that training does not need: new runs, agents, connectors."""
+    """Middleware that refuses Runtime requests that training does not need, such as those for new runs."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -93,11 +92,7 @@ class OnlyTraining:
 
 
 def read_token(path: Path) -> str:
-    """Read an operator's token.
-
-    Raises:
-        ValueError: there is no token, it is too short, or other users can read it.
-    """
+    """Read an operator's token; raise a ValueError if it is missing or too short, or others can read it."""
     file = path.expanduser()
     try:
         token = file.read_text().strip()
@@ -133,7 +128,7 @@ def superlink(arguments: Sequence[str]) -> None:
     from flwr.supercore.logger import console_handler
     from flwr.superlink.main import create_app
 
-    sys.argv = ["flower-superlink", *flower_options]  # from which Flower reads its options
+    sys.argv = ["flower-superlink", *flower_options]  # Flower reads its options from here
     secret = secrets.token_bytes(32)
     config = replace(
         _parse_superlink_lifespan_config(),
@@ -142,18 +137,12 @@ def superlink(arguments: Sequence[str]) -> None:
         isolation="process",  # this script starts the SuperExec
     )
     if config.certificates is None and config.host not in LOOPBACK_HOSTS:
-        sys.exit(
-            f"--host {config.host} needs certificates: without TLS, the token can be read on the network"
-        )
+        sys.exit(f"--host {config.host} needs certificates: without TLS, others can read the token")
     app = create_app(config, SuperLinkLifespan)
     app.add_middleware(OnlyTraining)
     host = f"[{config.host}]" if ":" in config.host else config.host
-    start_superexec(
-        resolve_bind_address(f"{host}:{config.port}"),
-        secret,
-        config.ssl_ca_certfile,
-        install=config.runtime_dependency_install,
-    )
+    address = resolve_bind_address(f"{host}:{config.port}")
+    start_superexec(address, secret, config.ssl_ca_certfile, install=config.runtime_dependency_install)
     uvicorn.run(
         app,
         host=config.host,
@@ -176,12 +165,9 @@ def supernode(arguments: Sequence[str]) -> None:
     from flwr.supercore.address import resolve_bind_address
 
     secret = secrets.token_bytes(32)
-    start_superexec(
-        resolve_bind_address(f"{options.host}:{options.port}"),
-        secret,
-        options.ssl_ca_certfile,
-        install=options.allow_runtime_dependency_installation,
-    )
+    address = resolve_bind_address(f"{options.host}:{options.port}")
+    install = options.allow_runtime_dependency_installation
+    start_superexec(address, secret, options.ssl_ca_certfile, install)
     source = secret_source(secret)
     os.set_inheritable(source, True)
     words = ["--isolation", "process", "--superexec-auth-secret-file", f"/dev/fd/{source}"]
@@ -200,7 +186,7 @@ def start_superexec(address: str, secret: bytes, root: str | None, install: bool
 
 
 def secret_source(secret: bytes) -> int:
-    """Return a file descriptor from which the secret can be read once."""
+    """Return the descriptor of a pipe from which the secret can be read once."""
     source, sink = os.pipe()
     os.write(sink, secret)
     os.close(sink)

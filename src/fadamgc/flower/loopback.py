@@ -1,10 +1,8 @@
 """A federation on this machine: one SuperLink and some SuperNodes on loopback, in the background.
 
-Everything is in one folder: logs, certificates and keys, the nodes' states, Flower's own files, and
-``federation.json``, which lists the processes. Only its owner can enter the folder.
-
-Only the holder of the operator's token, which is in the folder, can use the SuperLink's Control API; see
-``launch.py``.
+Everything is in one folder that only its owner can enter: logs, certificates and keys, the nodes' states,
+Flower's own files, and ``federation.json``, which lists the processes. Only the holder of the operator's
+token, which is in the folder, can use the SuperLink's Control API; see ``launch.py``.
 """
 
 from __future__ import annotations
@@ -16,8 +14,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -37,28 +35,28 @@ STATE_FILE = "federation.json"
 TOKEN_FILE = "operator.token"
 FEDERATION_NAME = "local"  # in Flower's config
 HOST = "127.0.0.1"
-REGISTRATION_SECONDS = 15.0  # then a running node is assumed to be registered, whatever its log says
-BIND_CLIENTS = {"FADAMGC_BIND_CLIENTS": "on"}  # a client belongs to the node key that first spoke for it
+REGISTRATION_SECONDS = 15.0  # after this time a running node is assumed to be registered
+BIND_CLIENTS = {"FADAMGC_BIND_CLIENTS": "on"}  # see config.py
 
 
 @dataclass(frozen=True)
 class Process:
-    """A process that was started, recognised also when its number is used again."""
+    """A process that was started; its start time tells it from a later process with the same number."""
 
     name: str
     pid: int
-    began: str  # when it began, as the system writes it
+    began: str  # start time, as the system writes it
     port: int
     log: str
-    since: int = 0  # where in the log its own lines begin
+    since: int = 0  # size of the log when the process started
 
     @property
     def alive(self) -> bool:
-        """Whether it still runs."""
+        """Whether the process still runs."""
         return _start_time(self.pid) == self.began
 
     def signal(self, number: int) -> None:
-        """Send a signal to the process and its group; to the group alone only to kill it."""
+        """Send a signal to the process and its group; SIGKILL also if only others of the group still run."""
         if number == signal.SIGKILL or self.alive:
             _kill_group(self.pid, number)
 
@@ -81,11 +79,11 @@ class LoopbackFederation:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder).expanduser().resolve()
-        self._children: list[subprocess.Popen[bytes]] = []  # started by this object
+        self._children: list[subprocess.Popen[bytes]] = []  # processes that this object has started
 
     @property
     def environment(self) -> dict[str, str]:
-        """The environment for Flower's commands: its files in the folder, no telemetry, this Python first."""
+        """The environment of Flower's commands: its files in the folder, no telemetry, this Python first."""
         return os.environ | FLOWER_OFFLINE | {"FLWR_HOME": str(self.folder / "flwr"), "PATH": search_path()}
 
     @property
@@ -95,27 +93,23 @@ class LoopbackFederation:
 
     def read(self) -> FederationState:
         """Read which processes were started; none if there is no file."""
+        file = self.folder / STATE_FILE
         try:
-            content = json.loads((self.folder / STATE_FILE).read_bytes())
-            processes = [Process(**process) for process in content["processes"]]
-            return FederationState(content["secure"], processes)
+            content = json.loads(file.read_bytes())
+            return FederationState(content["secure"], [Process(**p) for p in content["processes"]])
         except FileNotFoundError:
             return FederationState(secure=False)
         except (ValueError, KeyError, TypeError) as error:
-            raise InputError(
-                f"{self.folder / STATE_FILE} was not written by `fadamgc federation`: {error}"
-            ) from None
+            raise InputError(f"{file} was not written by `fadamgc federation`: {error}") from None
 
     def up(self, nodes: int, secure: bool = False, wait: float = 90.0) -> FederationState:
         """Start a SuperLink and nodes, and wait until they are connected."""
         whole("nodes", nodes, 1)
         if self.read().alive:
-            raise InputError(
-                f"a federation is running in {self.folder}; stop it with `fadamgc federation down`"
-            )
+            raise InputError(f"{self.folder} has a running federation; stop it: `fadamgc federation down`")
         for name in ("flower-superlink", "flower-supernode", "flower-superexec", "flwr"):
             flower_command(name)
-        make_folder(self.folder, private=True)  # an existing one may have other files of the user
+        make_folder(self.folder, private=True)  # an existing folder keeps its permissions
         for name in ("flwr", "keys", "logs", "states"):
             private_folder(self.folder / name)
         link, *ports = free_ports(nodes + 1)
@@ -125,8 +119,8 @@ class LoopbackFederation:
             ensure_certificates(self.keys, HOST)
             ensure_node_keys(self.keys, [f"node-{i}" for i in range(nodes)])
         write_atomic(self.folder / "flwr" / "config.toml", self._config(link, secure).encode(), private=True)
-        token = make_token(self.keys / TOKEN_FILE)  # a new one at every start
-        (self.folder / "flwr" / "credentials.yaml").unlink(missing_ok=True)  # of earlier starts
+        token = make_token(self.keys / TOKEN_FILE)  # a new token at every start
+        (self.folder / "flwr" / "credentials.yaml").unlink(missing_ok=True)  # tokens of earlier starts
         log_in(self.folder / "flwr", f"{HOST}:{link}", token)
         state = FederationState(secure)
         try:
@@ -149,11 +143,9 @@ class LoopbackFederation:
 
     def warning(self) -> str | None:
         """Return a warning if the certificates of a running federation end soon."""
-        if not self.read().secure:
-            return None
         from fadamgc.flower.certificates import warning
 
-        return warning(self.keys)
+        return warning(self.keys) if self.read().secure else None
 
     def down(self, wait: float = 10.0) -> int:
         """Stop all processes; return how many were running."""
@@ -165,25 +157,28 @@ class LoopbackFederation:
             time.sleep(0.1)
         for process in running:
             process.signal(signal.SIGKILL)  # the whole group, so that no child of the process stays
-        for child in self._children:  # including one that is not in the file yet
+        for child in self._children:  # including a child that is not in the file yet
             _kill_group(child.pid, signal.SIGKILL)
             child.wait(wait)
         self._children = []
-        for pid in self.leftover_processes():  # children that have left the group
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
+        until = time.monotonic() + wait
+        while (pids := self.leftover_processes()) and time.monotonic() < until:
+            for pid in pids:  # children that have left their group
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.1)
         (self.folder / STATE_FILE).unlink(missing_ok=True)
         return len(running)
 
     def leftover_processes(self) -> list[int]:
-        """Return the processes of Flower that use this folder, where the system has /proc."""
+        """Return the processes of Flower that use this folder; [] if the system has no /proc."""
         variable = f"FLWR_HOME={self.folder / 'flwr'}".encode()
         pids = []
         for process in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
-                environment = (process / "environ").read_bytes().split(b"\0")
                 command = (process / "cmdline").read_bytes()
-                if variable in environment and (b"flower" in command or b"flwr" in command):
+                uses_folder = variable in (process / "environ").read_bytes().split(b"\0")
+                if uses_folder and (b"flower" in command or b"flwr" in command):
                     pids.append(int(process.name))
         return [pid for pid in pids if pid != os.getpid()]
 
@@ -208,11 +203,11 @@ class LoopbackFederation:
             raise InputError(f"app={str(app)!r} is not a Flower app: it has no pyproject.toml")
         words = ["run", str(app), FEDERATION_NAME, "--stream", *(["--run-config", config] if config else [])]
         self.flwr(*words, show=True)
+        # `flwr run --stream` succeeds even if the run fails, so look at the run's status.
         runs = json.loads(self.flwr("ls", FEDERATION_NAME, "--format", "json", timeout=60.0)).get("runs", [])
-        if runs:  # the command that streams succeeds even if the run fails
-            last = max(runs, key=lambda run: str(run["pending-at"]))
-            if last["status"] != "finished:completed":
-                raise FadamgcError(f"the run ended as {last['status']}: {last.get('status-details') or '?'}")
+        last = max(runs, key=lambda run: str(run["pending-at"]), default=None)
+        if last and last["status"] != "finished:completed":
+            raise FadamgcError(f"the run ended as {last['status']}: {last.get('status-details') or '?'}")
 
     def _config(self, port: int, secure: bool) -> str:
         root = f'root-certificates = "{self.keys / "ca.crt"}"' if secure else "insecure = true"
@@ -226,13 +221,9 @@ class LoopbackFederation:
         words += ["--host", HOST, "--port", str(port)]
         if not secure:
             return [*words, "--insecure"]
-        return [
-            *words,
-            *("--ssl-ca-certfile", str(self.keys / "ca.crt")),
-            *("--ssl-certfile", str(self.keys / "server.crt")),
-            *("--ssl-keyfile", str(self.keys / "server.key")),
-            "--enable-supernode-auth",
-        ]
+        words += ["--ssl-ca-certfile", str(self.keys / "ca.crt")]
+        words += ["--ssl-certfile", str(self.keys / "server.crt")]
+        return [*words, "--ssl-keyfile", str(self.keys / "server.key"), "--enable-supernode-auth"]
 
     def _node_command(self, i: int, nodes: int, link: int, port: int, secure: bool) -> list[str]:
         states = self.folder / "states" / f"node-{i}"
@@ -241,14 +232,11 @@ class LoopbackFederation:
         words += ["--host", HOST, "--port", str(port), "--node-config", config]
         if not secure:
             return [*words, "--insecure"]
-        return [
-            *words,
-            *("--root-certificates", str(self.keys / "ca.crt")),
-            *("--auth-supernode-private-key", str(self.keys / f"node-{i}")),
-        ]
+        words += ["--root-certificates", str(self.keys / "ca.crt")]
+        return [*words, "--auth-supernode-private-key", str(self.keys / f"node-{i}")]
 
     def _start(self, state: FederationState, name: str, port: int, command: Sequence[str]) -> FederationState:
-        """Start a process and note it in the file; return what runs then."""
+        """Start a process and add it to the file; return the new content of the file."""
         log = self.folder / "logs" / f"{name.replace(' ', '-')}.log"
         with open(log, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
             since = file.tell()
@@ -269,15 +257,10 @@ class LoopbackFederation:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports of loopback that nobody listens on."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for unbound in sockets:
-            unbound.bind((HOST, 0))
-        return [bound.getsockname()[1] for bound in sockets]
-    finally:
-        for bound in sockets:
-            bound.close()
+    """Return ports of loopback that no process listens on."""
+    with ExitStack() as stack:
+        servers = [stack.enter_context(socket.create_server((HOST, 0))) for _ in range(count)]
+        return [server.getsockname()[1] for server in servers]
 
 
 def flower_command(name: str) -> str:
@@ -289,7 +272,7 @@ def flower_command(name: str) -> str:
 
 
 def _start_time(pid: int) -> str | None:
-    """Return when a process began, or None if it does not run."""
+    """Return the start time of a process, or None if it does not run."""
     with suppress(ChildProcessError):
         os.waitpid(pid, os.WNOHANG)  # remove a child that has ended from the system's list
     if Path("/proc/self").exists():
@@ -311,31 +294,32 @@ def _kill_group(pid: int, number: int) -> None:
 
 
 def _wait_until_listening(process: Process, wait: float) -> None:
-    until = time.monotonic() + wait
-    while time.monotonic() < until and process.alive:
+    def listening() -> bool:
         with suppress(OSError), socket.create_connection((HOST, process.port), timeout=1):
-            return
-        time.sleep(0.1)
-    raise FadamgcError(f"the {process.name} did not start; {_log_end(process)}")
+            return True
+        return False
+
+    _wait(process, listening, wait, "did not start")
 
 
 def _wait_until_registered(process: Process, wait: float) -> None:
     """Wait until a node logs the number that the SuperLink has given it."""
-    until = time.monotonic() + wait
     _wait_until_listening(process, wait)
     assumed = time.monotonic() + REGISTRATION_SECONDS
-    while process.alive:
+
+    def registered() -> bool:
         log = Path(process.log).read_bytes()[process.since :]
-        if b"SuperNode ID" in log or time.monotonic() > assumed:
+        return b"SuperNode ID" in log or time.monotonic() > assumed
+
+    _wait(process, registered, wait, "was not accepted by the SuperLink")
+
+
+def _wait(process: Process, condition: Callable[[], bool], wait: float, failure: str) -> None:
+    until = time.monotonic() + wait
+    while process.alive and time.monotonic() < until:
+        if condition():
             return
-        if time.monotonic() > until:
-            break
         time.sleep(0.1)
-    raise FadamgcError(f"the {process.name} was not accepted by the SuperLink; {_log_end(process)}")
-
-
-def _log_end(process: Process) -> str:
-    with suppress(OSError):
-        lines = Path(process.log).read_text(errors="replace").strip().splitlines()
-        return f"{process.log} ends with:\n" + "\n".join(lines[-10:])
-    return f"see {process.log}"
+    lines = Path(process.log).read_text(errors="replace").strip().splitlines()
+    last = "\n".join(lines[-10:])
+    raise FadamgcError(f"the {process.name} {failure}; {process.log} ends with:\n{last}")

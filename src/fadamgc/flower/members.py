@@ -5,17 +5,21 @@ from __future__ import annotations
 import math
 from statistics import median_low
 
+import numpy as np
+
+from fadamgc.errors import InputError, whole
+from fadamgc.federation.settings import Settings
 from fadamgc.flower.protocol import RefusedError
 
 
-class Members:
-    """Who the clients are.
+def check_above(name: str, limit: float | None, least: float) -> None:
+    """Check that a limit is a number > ``least``, or None for no limit."""
+    if limit is not None and not limit > least:
+        raise InputError(f"{name}={limit!r} is not accepted; it must be a number > {least:g}")
 
-    Args:
-        n: number of clients.
-        weighted: whether clients are weighted by the sizes of their data, so that a size must not change.
-        max_samples: largest number of samples that is accepted; None accepts any.
-        max_size_ratio: largest ratio to the median size that is accepted if ``weighted``; None accepts any.
+
+class Members:
+    """The n clients of a federation. If clients are ``weighted`` by size, a size must not change.
 
     Attributes:
         samples: number of samples of each client that has connected.
@@ -23,21 +27,24 @@ class Members:
     """
 
     def __init__(self, n: int, weighted: bool, max_samples: int | None, max_size_ratio: float | None) -> None:
+        if max_samples is not None:
+            whole("max_samples", max_samples, 1)
+        check_above("max_size_ratio", max_size_ratio, 1)
         self.n, self.weighted = n, weighted
         self.max_samples, self.max_size_ratio = max_samples, max_size_ratio
         self.samples: dict[int, int] = {}
         self.keys: dict[int, str] = {}
 
     def admit(self, client: int, samples: int, started: bool) -> None:
-        """Take in the size of a client's data.
+        """Accept the size of a client's data.
 
         Args:
             client: number of the client.
-            samples: how many samples it says that it has.
+            samples: how many samples the client says that it has.
             started: whether a round has been counted already.
 
         Raises:
-            RefusedError: the client has another number of samples than its weight was made of, or too many.
+            RefusedError: there are too many samples, or another number than the weight was computed from.
         """
 
         def refusal(why: str) -> RefusedError:
@@ -48,8 +55,8 @@ class Members:
         before = self.samples.get(client)
         if self.weighted and before not in (None, samples):
             raise refusal(
-                f"and had {before}: with weights = 'size' that number must not change, or y is no longer the "
-                "mean. Reset all states (reset-states = true)"
+                f"and had {before}: with weights = 'size' the number must not change, or y would no longer "
+                "be the mean. Reset all states (reset-states = true)"
             )
         self.samples[client] = samples
         if self.weighted and len(self.samples) == self.n and not started:
@@ -58,26 +65,29 @@ class Members:
                 del self.samples[other]
             if client not in self.samples:
                 raise refusal(
-                    f"more than {self.max_size_ratio:g} times the median; with weights = 'size' it would "
-                    "decide alone. Set max-size-ratio higher if that number is right"
+                    f"more than {self.max_size_ratio:g} times the median; with weights = 'size' this client "
+                    "would decide alone. Set max-size-ratio higher if the number is right"
                 )
 
+    def weights(self, settings: Settings) -> list[float] | None:
+        """Return the clients' weights; None if all are equal."""
+        if self.weighted and len(self.samples) < self.n:
+            raise InputError("weights='size' needs the sizes of all clients; wait until all have connected")
+        return settings.weight_of(np.array([self.samples.get(i, 1) for i in range(self.n)]))
+
     def check_key(self, client: int, key: str) -> None:
-        """Refuse a node that speaks for a client with another key than the first one that did.
+        """Refuse a node that has no key, or whose client or key is already bound to another one.
 
         Args:
-            client: number of the client.
+            client: number of the client that the node speaks for.
             key: digest of the node's public key; empty if the node has none.
-
-        Raises:
-            RefusedError: the client is bound to another key, the key to another client, or there is no key.
         """
-        bound = self.keys.get(client)
-        other = next((i for i, bound_key in self.keys.items() if bound_key == key and i != client), None)
+        bound_key = self.keys.get(client)
+        other = next((i for i, other_key in self.keys.items() if other_key == key and i != client), None)
         if not key:
             why = "clients are bound to the keys of their nodes (bind-clients = 'on'), and it shows no key"
-        elif bound is not None and bound != key:
-            why = f"that client is bound to key {bound[:16]}, not {key[:16]}"
+        elif bound_key not in (None, key):
+            why = f"that client is bound to key {bound_key[:16]}, not {key[:16]}"
         elif other is not None:
             why = f"its key {key[:16]} is bound to client {other}"
         else:

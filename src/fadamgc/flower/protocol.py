@@ -2,10 +2,10 @@
 
 The server counts a client's reply at the moment it writes its checkpoint. Until the client knows whether its
 last reply was counted, it stores two states: the *committed* state, from before its last round, and the
-*pending* state, from after that round. Every request names the last of the client's rounds that the server
-has counted. If that is the pending round, the pending state becomes the committed one; otherwise the client
-drops it, because the server never counted it. So the server's y and the clients' y_i always belong together,
-and nothing is counted twice, even if a process is killed at any moment.
+*pending* state, from after that round. Every request names the last round of the client that the server has
+counted. If that is the pending round, the pending state becomes the committed one; otherwise the client drops
+the pending state. So the server's y and the clients' y_i always belong together, and nothing is counted
+twice, even if a process is killed at any moment.
 
 Every request has a stamp: the round, and which start of the server sent it. Stamps only grow, because a
 server requests a round only after the checkpoint of the previous round is written. A client refuses a request
@@ -17,9 +17,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from fadamgc.algorithm import AnyAlgorithm
 from fadamgc.errors import FadamgcError
+from fadamgc.federation.settings import Settings
 
 
 class Stamp(NamedTuple):
@@ -34,17 +37,28 @@ MAX_GENERATION = 10**11  # a generation may be a time in seconds, from a clock t
 
 
 class Request(NamedTuple):
-    """What a request says in addition to the model."""
+    """The header of a request."""
 
     experiment: str
     client: int
-    generation: int  # the states of all clients restart when it grows
+    generation: int  # the states of all clients restart when this number grows
     stamp: Stamp
-    counted: Stamp  # the last of this client's rounds that the server has counted
+    counted: Stamp  # the last round of this client that the server has counted
+
+
+class TrainRequest(NamedTuple):
+    """A request with everything that a client needs to carry it out."""
+
+    request: Request
+    tracked: bool  # whether the client sends tracking updates
+    algorithm: AnyAlgorithm
+    settings: Settings  # seed, local steps and batch size
+    down: dict[str, Tensor]  # the server's message
+    buffers: dict[str, Tensor]  # the model's averaged buffers
 
 
 class Reply(NamedTuple):
-    """A client's reply to a request."""
+    """A client's reply to a request; the header repeats that of the request."""
 
     experiment: str
     client: int
@@ -68,12 +82,7 @@ class StoredState(NamedTuple):
 
 
 class RefusedError(FadamgcError):
-    """A request or a reply is refused.
-
-    Args:
-        kind: the reason, for programs.
-        message: the reason, for people.
-    """
+    """A request or a reply is refused: ``kind`` is the reason for programs, the message that for people."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -124,3 +133,25 @@ def with_pending(stored: StoredState, request: Request, state: Any) -> StoredSta
 def describe(stamp: Stamp) -> str:
     """Describe a stamp in words."""
     return "no round" if stamp == NEVER else f"round {stamp.round} (start {stamp.attempt} of the server)"
+
+
+def check_tensors(owner: str, part: str, tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> None:
+    """Refuse tensors with other names, shapes or types than ``like``, or with numbers that are not finite.
+
+    Args:
+        owner: how an error message begins, such as "the server's".
+        part: which part of the message the tensors are.
+        tensors: the tensors that were received, by name.
+        like: tensors with the names, shapes and types that are accepted.
+    """
+    if set(tensors) != set(like):
+        raise RefusedError("fields", f"{owner} {part} has {sorted(tensors)}, this model needs {sorted(like)}")
+    for name, value in tensors.items():
+        if value.shape != like[name].shape or value.dtype != like[name].dtype:
+            raise RefusedError(
+                "shape",
+                f"{owner} {name} is {value.dtype} {tuple(value.shape)}, this model needs {like[name].dtype} "
+                f"{tuple(like[name].shape)}; do server and client have the same model?",
+            )
+        if not bool(torch.isfinite(value).all()):
+            raise RefusedError("not finite", f"{owner} {name} has numbers that are not finite")

@@ -1,4 +1,4 @@
-"""What a server accepts as the reply of a client: the right message, finite numbers, norms in proportion."""
+"""Which replies a server accepts: those with the right header, finite numbers and norms in proportion."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fadamgc.federation.server import ServerState
-from fadamgc.flower.protocol import RefusedError, Reply, Request, describe
+from fadamgc.errors import InputError
+from fadamgc.federation.server import Federation, ServerState
+from fadamgc.flower.members import check_above
+from fadamgc.flower.protocol import RefusedError, Reply, Request, check_tensors, describe
 from fadamgc.tree import named_leaves
 
 LARGEST_LOSS = 1e30
-REMEMBERED_ROUNDS = 5  # whose median norms are remembered
+REMEMBERED_ROUNDS = 5  # rounds whose median norms are remembered
+QUICK_TEST = 256  # test samples that are evaluated in a round without an evaluation
 STEPS = "local steps"  # the typical number of steps is remembered like a norm
 NORM_LAYERS = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
@@ -28,8 +31,8 @@ Norms = dict[str, float]
 class Scale(NamedTuple):
     """The typical norm of one vector in the clients' messages."""
 
-    largest: float = 0.0  # the largest median over the remembered rounds that there has been
-    recent: tuple[float, ...] = ()  # the median norm of each remembered round
+    largest: float = 0.0  # the largest value that the median of ``recent`` has had
+    recent: tuple[float, ...] = ()  # the median norm of each of the last rounds
 
     def after(self, norms: Iterable[float]) -> Scale:
         """Return the scale after a round in which these norms were accepted; norms of 0 do not count."""
@@ -40,9 +43,9 @@ class Scale(NamedTuple):
         return Scale(max(self.largest, median_low(recent)), recent)
 
     def reference(self, norms: Iterable[float]) -> float:
-        """Return what the norms of a round are compared with; 0 if there is nothing to compare with.
+        """Return the typical norm for a round with these norms; 0 if there is nothing to compare with.
 
-        The median of two norms is the lower one, so that one client of two cannot move it up.
+        The median of two norms is the lower one, so that one of two clients cannot raise it.
         """
         lengths = [norm for norm in norms if norm > 0]
         return max(self.largest, median_low(lengths) if len(lengths) > 1 else 0.0)
@@ -53,14 +56,19 @@ class ReplyChecks:
 
     Args:
         module: the model, for the names of its running variances.
-        max_norm: longest vector that is accepted; None accepts any.
-        max_norm_ratio: largest ratio to the typical norm that is accepted; None accepts any.
+        max_norm: the longest vector that is accepted; None accepts any length.
+        max_norm_ratio: the largest accepted ratio of the norm of a vector, or of a change of buffers, to the
+            typical norm, which is the median of this round or the largest median of earlier rounds, whichever
+            is larger. For a client with more local steps than is typical, the limit grows in proportion, by
+            at most this factor. None accepts any ratio.
 
     Attributes:
         scales: the typical norm of each vector and buffer.
     """
 
     def __init__(self, module: nn.Module, max_norm: float | None, max_norm_ratio: float | None) -> None:
+        check_above("max_norm", max_norm, 0)
+        check_above("max_norm_ratio", max_norm_ratio, 1)
         self.max_norm, self.max_norm_ratio = max_norm, max_norm_ratio
         self.scales: dict[str, Scale] = {}
         self._variances = {
@@ -69,61 +77,45 @@ class ReplyChecks:
             if isinstance(layer, NORM_LAYERS)
         }
 
-    def check_header(self, client: int, reply: Reply, request: Request) -> None:
-        """Refuse a reply of another client, or to another request.
+    def check(
+        self,
+        reply: Reply,
+        request: Request,
+        vectors: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        steps: int | None,
+    ) -> Norms:
+        """Refuse a reply that does not answer the request, or has fields or numbers that cannot be right.
 
-        Raises:
-            RefusedError: with the reason.
+        Args:
+            reply: the reply.
+            request: the request that the reply has to answer.
+            vectors: the vectors that were requested, as tensors of the same shape and type.
+            buffers: the server's buffers, if buffers were requested.
+            steps: the local steps that were requested; None if unknown.
+
+        Returns:
+            The norms of the reply's vectors and of its changes to the buffers.
         """
+        client = request.client
         if reply.client != client:
             raise refusal(client, "another client", f"it says that it is client {reply.client}")
         if reply[:4] != request[:4]:
             raise refusal(
                 client,
                 "another round",
-                f"it answers {describe(reply.stamp)} of {reply.experiment!r}, asked was "
-                f"{describe(request.stamp)} of {request.experiment!r}",
+                f"it answers {describe(reply.stamp)} of {reply.experiment!r}, not {describe(request.stamp)} "
+                f"of {request.experiment!r}",
             )
-
-    def check_numbers(
-        self,
-        client: int,
-        reply: Reply,
-        vectors: Mapping[str, Tensor],
-        buffers: Mapping[str, Tensor],
-        steps: int | None,
-    ) -> Norms:
-        """Refuse a reply with the wrong fields, shapes or steps, or with numbers that are not finite.
-
-        Args:
-            client: number of the client.
-            reply: the reply.
-            vectors: the vectors that were asked for, as tensors of the same shape and type.
-            buffers: the buffers that the server has, in the order of those that were asked for.
-            steps: the local steps that were asked for; None if unknown.
-
-        Returns:
-            The norms of the reply's vectors and of its changes to the buffers.
-        """
         if not (isinstance(reply.steps, int) and 1 <= reply.steps <= 10**9):
-            raise refusal(client, "steps", f"{reply.steps!r} local steps")
+            raise refusal(client, "steps", f"it has {reply.steps!r} local steps")
         if steps is not None and reply.steps != steps:
-            raise refusal(client, "steps", f"{reply.steps} local steps, not {steps}")
+            raise refusal(client, "steps", f"it has {reply.steps} local steps, not {steps}")
         if not (isinstance(reply.loss, float) and abs(reply.loss) <= LARGEST_LOSS):
             raise refusal(client, "not finite", f"its loss is {reply.loss!r}")
-        for part, tensors, expected in (("update", reply.up, vectors), ("buffers", reply.buffers, buffers)):
-            if set(tensors) != set(expected):
-                raise refusal(client, "fields", f"its {part} has {sorted(tensors)}, not {sorted(expected)}")
-            for name, value in tensors.items():
-                like = expected[name]
-                if value.shape != like.shape or value.dtype != like.dtype:
-                    raise refusal(
-                        client,
-                        "shape",
-                        f"{name} is {value.dtype} {tuple(value.shape)}, not {like.dtype} {tuple(like.shape)}",
-                    )
-                if value.is_floating_point() and not bool(torch.isfinite(value).all()):
-                    raise refusal(client, "not finite", f"{name} has numbers that are not finite")
+        owner = f"the reply of client {client} is refused: its"
+        check_tensors(owner, "update", reply.up, vectors)
+        check_tensors(owner, "buffers", reply.buffers, buffers)
         for name in self._variances & set(reply.buffers):
             if bool((reply.buffers[name] < 0).any()):
                 raise refusal(client, "variance", f"{name} has variances below 0")
@@ -140,27 +132,24 @@ class ReplyChecks:
         return norms | {STEPS: float(reply.steps)}
 
     def out_of_proportion(self, norms: Mapping[int, Norms], state: ServerState) -> dict[int, RefusedError]:
-        """Return the clients whose norms are far larger than typical, each with the reason."""
+        """Return the clients whose norms are far larger than is typical, each with the reason."""
         if self.max_norm_ratio is None:
             return {}
         ratio = self.max_norm_ratio
         steps = {i: client_norms[STEPS] for i, client_norms in norms.items()}
-        typical_steps = self._typical(STEPS, steps.values())
+        typical_steps = self.scales.get(STEPS, Scale()).reference(steps.values())
         refused: dict[int, RefusedError] = {}
         for name in sorted({name for client_norms in norms.values() for name in client_norms} - {STEPS}):
             lengths = {i: client_norms[name] for i, client_norms in norms.items() if name in client_norms}
-            typical = self._typical(name, lengths.values())
+            typical = self.scales.get(name, Scale()).reference(lengths.values())
             if not typical:
                 continue  # there is nothing to compare with
             for i, length in lengths.items():
-                # A client with more local steps than is typical may go further, in proportion.
-                further = min(max(steps[i] / typical_steps, 1.0), ratio) if typical_steps else 1.0
-                if length > max(ratio * further * typical, self._size_at_server(name, state)):
-                    why = (
-                        f"{name} has norm {length:.4g}, more than max_norm_ratio={ratio:g} times what is "
-                        f"typical ({typical:.4g})"
-                    )
-                    refused.setdefault(i, refusal(i, "norm", why))
+                # For a client with more local steps than is typical, the limit grows in proportion.
+                growth = min(max(steps[i] / typical_steps, 1.0), ratio) if typical_steps else 1.0
+                if length > max(ratio * growth * typical, self._size_at_server(name, state)):
+                    why = f"more than max_norm_ratio={ratio:g} times the typical norm {typical:.4g}"
+                    refused.setdefault(i, refusal(i, "norm", f"{name} has norm {length:.4g}, {why}"))
         return dict(sorted(refused.items()))
 
     def scales_after(self, norms: Mapping[int, Norms]) -> dict[str, Scale]:
@@ -171,9 +160,6 @@ class ReplyChecks:
             scales[name] = scales.get(name, Scale()).after(accepted)
         return scales
 
-    def _typical(self, name: str, values: Iterable[float]) -> float:
-        return self.scales.get(name, Scale()).reference(values)
-
     def _size_at_server(self, name: str, state: ServerState) -> float:
         """Return the norm of the server's tensor that a vector or buffer is added to; 0 if there is none."""
         if name in state.buffers:
@@ -182,14 +168,33 @@ class ReplyChecks:
         return 0.0 if value is None else _norm(value)
 
     def _distance(self, name: str, value: Tensor, other: Tensor) -> float:
-        """Return the distance of two buffers; of variances, the square roots are compared."""
+        """Return the distance of two buffers, or of the square roots of two variances."""
         pair = value.double(), other.double()
         first, second = (t.clamp(min=0).sqrt() for t in pair) if name in self._variances else pair
         return _norm(first - second)
 
 
+def evaluate(federation: Federation, state: ServerState) -> tuple[dict[str, float], str | None]:
+    """Return the evaluation of the next round, {} if it has none, and the model's flaw if it has one."""
+    if state.nonfinite() is not None:
+        return {}, "the sum of the replies is not finite"
+
+    def quick_loss() -> float:
+        return federation.functions.quick_test_loss(state.server.x, state.buffers, QUICK_TEST) or 0.0
+
+    try:
+        evaluation = federation.evaluate(state)
+    except InputError as error:  # such as a custom metric that fails on numbers that are not finite
+        if math.isfinite(quick_loss()):
+            raise
+        return {}, str(error)
+    loss = evaluation.get("test_loss", 0.0) if evaluation else quick_loss()
+    flaw = None if math.isfinite(loss) else f"with the replies, the loss on the test data is {loss}"
+    return evaluation, flaw
+
+
 def refusal(client: int, kind: str, why: str) -> RefusedError:
-    """Return the error with which a client's reply is refused."""
+    """Return the error for a client's reply that is refused."""
     return RefusedError(kind, f"the reply of client {client} is refused: {why}")
 
 

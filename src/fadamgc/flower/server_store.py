@@ -7,52 +7,45 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from fadamgc.bundle import has_bundle, read_bundle, write_bundle
-from fadamgc.errors import CheckpointError
+from fadamgc.errors import CheckpointError, shown
+from fadamgc.federation.cost import Work
+from fadamgc.federation.run import Record
+from fadamgc.federation.server import Federation, ServerState
 from fadamgc.files import lock, private_folder, write_atomic
+from fadamgc.tree import from_names, named_leaves
 
 BUNDLE = "federation"
 START_FILE = "start.json"  # the number of the newest start
 OLDER_FILE = re.compile(rf"round-(\d+)-start-(\d+)\.({BUNDLE}.*)")  # a file of an older checkpoint
-TEMPORARY_PREFIX = ".round-"  # of the folder from which an older checkpoint is read
+TEMPORARY_PREFIX = ".round-"  # of the temporary folder from which an older checkpoint is read
 LOCK_SECONDS = 60.0  # how long to wait for another process that writes
 
 Checkpoint = tuple[dict[str, Any], dict[str, Tensor]]
 
 
 class ServerStore:
-    """The folder of a server's checkpoint.
+    """The folder with a server's checkpoint, and with those of the last ``keep`` rounds under other names.
 
     A server may be presumed dead and still be running, as when a SuperLink dies and its ServerApp does not.
     So the newest start takes over, and no earlier start writes again.
-
-    The checkpoints of the last rounds are stored under other names, as links to the same files.
-
-    Args:
-        folder: the folder.
-        keep: how many checkpoints are stored, the newest included.
-
-    Attributes:
-        folder: the folder.
-        attempt: number of this start, from 1; no two starts have the same number.
     """
 
     def __init__(self, folder: str | Path, keep: int = 1) -> None:
         self.folder, self.keep = Path(folder), keep
-        self.attempt = 0
+        self.attempt = 0  # number of this start, from 1; no two starts have the same number
 
     def take_over(self, needed: bool = True) -> Checkpoint | None:
         """Claim the folder for this start, so that no earlier start can write; return the last checkpoint.
 
-        Args:
-            needed: refuse a damaged checkpoint; False treats it as absent.
+        A damaged checkpoint is an error if it is ``needed``, and treated as absent if not.
         """
         with self._locked():
             for leftover in self.folder.glob(f"{TEMPORARY_PREFIX}*"):  # of a process that was killed
@@ -65,8 +58,8 @@ class ServerStore:
                     raise
             previous = 0 if checkpoint is None else int(checkpoint[0]["attempt"])
             self.attempt = max(previous, self._newest_start()) + 1
-            text = json.dumps({"attempt": self.attempt})
-            write_atomic(self.folder / START_FILE, text.encode(), private=True)
+            start = json.dumps({"attempt": self.attempt}).encode()
+            write_atomic(self.folder / START_FILE, start, private=True)
         return checkpoint
 
     def check(self) -> None:
@@ -78,6 +71,16 @@ class ServerStore:
                 f"{self.attempt}); this one ends and writes nothing more to the folder"
             )
 
+    def check_identity(self, here: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+        """Raise an error if a checkpoint belongs to another experiment than the one that runs here."""
+        for key in {**here, **saved}:
+            if here.get(key) != saved.get(key):
+                raise CheckpointError(
+                    f"{self.folder} is the checkpoint of another experiment: "
+                    f"{key}={shown(saved.get(key))} there, {shown(here.get(key))} here; give another "
+                    "experiment, or the settings that it had"
+                )
+
     def write(self, content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Replace the checkpoint."""
         with self._locked():
@@ -86,7 +89,7 @@ class ServerStore:
             self._keep_newest(int(content["round"]))
 
     def rounds(self) -> list[int]:
-        """Return the rounds that have a checkpoint of their own."""
+        """Return the rounds whose checkpoints are stored."""
         return sorted({t for _, t in self._checkpoints()})
 
     def read(self, t: int) -> Checkpoint:
@@ -107,7 +110,7 @@ class ServerStore:
             return read_bundle(Path(temporary), BUNDLE)
 
     def _checkpoints(self) -> dict[tuple[int, int], dict[str, Path]]:
-        """Return the files of the complete checkpoints by (start, round), with the names they had first."""
+        """Return the files of the complete checkpoints by (start, round), with their original names."""
         checkpoints: dict[tuple[int, int], dict[str, Path]] = {}
         for path in self.folder.glob("round-*"):
             if match := OLDER_FILE.fullmatch(path.name):
@@ -131,11 +134,9 @@ class ServerStore:
             for path in sorted(self.folder.glob(f"{BUNDLE}*"), key=lambda path: path.suffix == ".json"):
                 _link(path, self.folder / f"{prefix}{path.name}")
 
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
+    def _locked(self) -> ExitStack:
         private_folder(self.folder)
-        with lock(self.folder, LOCK_SECONDS):
-            yield
+        return lock(self.folder, LOCK_SECONDS)
 
     def _newest_start(self) -> int:
         try:
@@ -146,8 +147,33 @@ class ServerStore:
             raise CheckpointError(f"{self.folder / START_FILE} cannot be read: {error}") from None
 
 
+def federation_checkpoint(federation: Federation) -> Checkpoint:
+    """Return the content and the tensors that ``restore_federation`` needs."""
+    server, buffers = federation.state
+    tensors = {f"buffer.{name}": value for name, value in buffers.items()}
+    content = {
+        "round": federation.t,
+        "set_up": server is not None,
+        "setup": [work._asdict() for work in federation.setup],
+        "history": [record.to_json() for record in federation.history],
+    }
+    return content, tensors | ({} if server is None else named_leaves(server, "server"))
+
+
+def restore_federation(federation: Federation, checkpoint: Checkpoint) -> None:
+    """Take over the state of a checkpoint."""
+    (content, tensors), x0 = checkpoint, federation.functions.x0
+    server = None
+    if content["set_up"]:
+        server = from_names(federation.algorithm.init_server(x0, x0), tensors, "server")
+    buffers = {name: tensors[f"buffer.{name}"] for name in federation.state.buffers}
+    federation.state, federation.t = ServerState(server, buffers), content["round"]
+    federation.setup = tuple(Work(**{k: tuple(v) for k, v in w.items()}) for w in content["setup"])
+    federation.history = [Record.from_json(record) for record in content["history"]]
+
+
 def _link(path: Path, other: Path) -> None:
-    """Give a file that is never written to again a second name; copy it where that is not possible."""
+    """Give a second name to a file that is never changed; copy the file where links are not possible."""
     try:
         os.link(path, other)
     except OSError:

@@ -32,8 +32,8 @@ def server_app(load: Callable[[Context], Task | ServerData]) -> ServerApp:
     """Return a ServerApp that runs the algorithm named in its config.
 
     Args:
-        load: returns model, loss and (inputs, targets) to test on, from Flower's context; or a Task, for a
-            metric other than accuracy. The clients of the task are not used.
+        load: function of Flower's context that returns model, loss and (inputs, targets) to test on; or a
+            Task, for a metric other than accuracy. The clients of the task are not used.
     """
     app = ServerApp()
 
@@ -54,10 +54,11 @@ def federate(grid: Grid, task: Task, config: Mapping[str, Any]) -> Coordinator:
     server = read_config(config)
     experiment = server.options.experiment
     check_experiment_name(experiment)
-    folder = Path(server.options.folder or default_folder(experiment)).expanduser()
+    default_folder = user_folder("state") / "servers" / experiment
+    folder = Path(server.options.folder or default_folder).expanduser()
     coordinator = make_coordinator(task, server, folder)
     if coordinator.over():
-        write_history(coordinator, folder)  # a server that was killed after its last round had no time for it
+        write_history(coordinator, folder)  # it is missing if the server was killed after its last round
         log.info(
             "%s: already complete after round %d; set rounds higher to resume it, or use another experiment. "
             "`fadamgc report %s` shows it",
@@ -107,13 +108,8 @@ def make_coordinator(task: Task, config: ServerConfig, folder: Path) -> Coordina
     )
 
 
-def default_folder(experiment: str) -> Path:
-    """Return the folder of a server whose config names none."""
-    return user_folder("state") / "servers" / experiment
-
-
 def write_history(coordinator: Coordinator, folder: Path) -> None:
-    """Save the rounds so far as a run, with what a report cannot find in the run's settings."""
+    """Save the rounds so far as a run, with the names that a report shows."""
     c = coordinator
     run = c.run()
     report = {
@@ -125,4 +121,4 @@ def write_history(coordinator: Coordinator, folder: Path) -> None:
     name = re.sub(r"[^a-z0-9]+", "-", report["label"].lower()).strip("-") or "method"
     labelled = replace(run, settings=run.settings | {"report": report})
     labelled.save(folder / "runs" / f"{name}-seed{c.settings.seed}", states=False)
-    (folder / "spec.toml").unlink(missing_ok=True)  # of the version before, which may have other settings
+    (folder / "spec.toml").unlink(missing_ok=True)  # of an earlier version, and perhaps of other settings

@@ -1,4 +1,4 @@
-"""A Flower Strategy for every algorithm, which never waits for ever."""
+"""A Flower Strategy for every algorithm; every wait ends."""
 
 from __future__ import annotations
 
@@ -19,18 +19,11 @@ from fadamgc.federation.run import Record
 from fadamgc.flower.coordinator import Coordinator
 from fadamgc.flower.inbox import Inbox, SizeLimit, TooLargeError, make_inbox
 from fadamgc.flower.protocol import RefusedError
-from fadamgc.flower.wire import (
-    MAX_REASON,
-    TrainRequest,
-    read_hello,
-    read_reply,
-    request_content,
-    to_array_record,
-)
+from fadamgc.flower.wire import MAX_REASON, read_hello, read_reply, request_content, to_array_record
 
 log = logging.getLogger("fadamgc")
 
-BACKOFF_POLLS = 20  # polls before a rejected node is queried again; doubled every time
+BACKOFF_POLLS = 20  # polls before a rejected node is queried again; doubled after every rejection
 BARRED_ROUNDS = 10  # rounds in which a node whose reply was too large is not asked
 
 
@@ -39,11 +32,12 @@ class TooFewClientsError(FadamgcError):
 
 
 class RejectedNode(NamedTuple):
-    """A node whose hello was rejected."""
+    """A node whose hello or reply was rejected; it is not queried before a time and a round."""
 
     reason: str
-    pause: float  # seconds before it is queried again
-    next_query: float  # time of the monotonic clock
+    pause: float = 0.0  # seconds from the rejection to the next query
+    next_query: float = 0.0  # time of the monotonic clock
+    next_round: int = 0
 
 
 def short_reason(error: Exception) -> str:
@@ -64,8 +58,8 @@ class Strategy(FlowerStrategy):
             "skip" the round, or "fail".
         on_round: called with the record of every round.
         poll: seconds between two checks for replies.
-        bind_clients: accept a client only from the node key that spoke for it first. Without it, any node can
-            say that it is any client that no other node speaks for.
+        bind_clients: accept a client only from the node key that first spoke for it. Otherwise any node can
+            speak for any client that no other node speaks for.
     """
 
     def __init__(
@@ -87,20 +81,18 @@ class Strategy(FlowerStrategy):
         self.round_timeout, self.wait_timeout, self.poll = round_timeout, wait_timeout, poll
         self.below_minimum, self.on_round = below_minimum, on_round
         self.bind_clients = bind_clients
-        self.nodes: dict[int, int] = {}  # the node of each client that has said hello
-        self.silent: set[int] = set()  # clients that have not answered; not asked until they do
-        self._hellos: dict[str, tuple[int, float]] = {}  # pending queries: to which node, until when
+        self.nodes: dict[int, int] = {}  # the nodes of the clients that can be asked
+        self._hellos: dict[str, tuple[int, float]] = {}  # node and deadline of each unanswered query
         self._rejected: dict[int, RejectedNode] = {}
-        self._asked: dict[str, int] = {}  # messages of this round, and the clients they went to
-        self._barred: dict[int, int] = {}  # nodes that are not asked, and the round in which they are again
-        self._stuck: dict[str, int] = {}  # abandoned messages whose reply a thread still waits for: the node
+        self._asked: dict[str, int] = {}  # the client of each message of this round
+        self._stuck: dict[str, int] = {}  # the node of each abandoned message that a thread still waits for
         self._keys: dict[int, str] = {}  # digests of the keys of the connected nodes
         self._inbox: tuple[Grid, Inbox] | None = None
 
     # What Flower calls.
 
     def summary(self) -> None:
-        """Log what runs."""
+        """Log the algorithm, the number of clients and the next round."""
         c = self.coordinator
         log.info(
             "%s: %d clients, %s sampled, round %d of %d",
@@ -112,20 +104,16 @@ class Strategy(FlowerStrategy):
     ) -> Iterable[Message]:
         """Return the requests of the next round. The coordinator has the model, so ``arrays`` is not used."""
         del server_round, arrays, config, grid
-        c = self.coordinator
-        asked = c.ask(self.available)
-        down = c.message()
-        buffers = dict(c.buffers)
         return [
             Message(
-                request_content(TrainRequest(a.request, a.tracked, c.algorithm, c.settings, down, buffers)),
-                dst_node_id=self.nodes[a.request.client],
+                request_content(train),
+                dst_node_id=self.nodes[train.request.client],
                 message_type="train",
                 ttl=self.round_timeout,
-                group_id=str(a.request.stamp.round),
+                group_id=str(train.request.stamp.round),
             )
-            for a in asked
-            if a.request.client in self.nodes
+            for train in self.coordinator.ask(self.available)
+            if train.request.client in self.nodes
         ]
 
     def aggregate_train(
@@ -145,19 +133,15 @@ class Strategy(FlowerStrategy):
                 continue
             unanswered.discard(client)
             try:
-                reply = read_reply(message.content, *c.wanted(client))
-            except Exception as error:  # nothing that an untrusted node sends may end the run
-                log.warning("client %d: %s", client, short_reason(error))
-                c.refuse(error)
-                continue
-            try:
+                with c.noting_refusals():
+                    reply = read_reply(message.content, *c.wanted(client))
                 c.consider(client, reply)
-            except RefusedError as error:
+            except Exception as error:  # nothing that an untrusted node sends may end the run
                 log.warning("client %d: %s", client, short_reason(error))
         c.screen()
         for client in sorted(unanswered):
-            log.warning("client %d has not answered; it is not asked again until it does", client)
-        self.silent |= unanswered
+            log.warning("client %d has not answered; it is not asked again until it says hello", client)
+            self.nodes.pop(client, None)
         self._asked = {}
         if not c.enough:
             self._too_few(len(c.answered), "have answered")
@@ -184,25 +168,22 @@ class Strategy(FlowerStrategy):
         return None
 
     def start(self, grid: Grid, *_: Any, **__: Any) -> Result:
-        """Run the remaining rounds. Other arguments of Flower's strategies come from the coordinator."""
+        """Run the remaining rounds; the coordinator replaces the other arguments of Flower's strategies."""
         c, result = self.coordinator, Result()
         self.summary()
         self._wait(grid, c.n)  # for all clients, if they connect in time
         while not c.over():
-            needed = c.n if c.needs_all else c.min_clients
-            self._wait(grid, needed)
+            self._wait(grid, c.needed)
             t = c.t + 1
             messages: list[Message] = []
-            if len(self.available) < needed:
+            if len(self.available) < c.needed:
                 self._too_few(len(self.available), "are connected")
                 c.ask([])
             else:
                 messages = list(self.configure_train(t, result.arrays, ConfigRecord(), grid))
             arrays, metrics = self.aggregate_train(t, self._exchange(grid, messages))
-            if arrays is not None:
-                result.arrays = arrays
-            if metrics is not None:
-                result.train_metrics_clientapp[t] = metrics
+            if arrays is not None and metrics is not None:
+                result.arrays, result.train_metrics_clientapp[t] = arrays, metrics
         return result
 
     # Which clients are connected.
@@ -210,19 +191,22 @@ class Strategy(FlowerStrategy):
     @property
     def available(self) -> list[int]:
         """The clients that can be asked."""
-        return sorted(set(self.nodes) - self.silent)
+        return sorted(self.nodes)
 
     def update_nodes(self, grid: Grid) -> None:
-        """Find out which nodes have connected, left, or answered at last, without waiting."""
-        connected = self._connected_nodes(grid)
+        """Find out which nodes have connected, left, or answered late, without waiting."""
+        connected, now, inbox = self._connected_nodes(grid), time.monotonic(), self._inbox_of(grid)
         for client, node in list(self.nodes.items()):
             if node not in connected:
                 log.info("client %d has disconnected", client)
                 del self.nodes[client]
-                self.silent.discard(client)
-        now, inbox = time.monotonic(), self._inbox_of(grid)
-        self._abandon_hellos(inbox, connected, now)
-        self._query(grid, self._nodes_to_query(connected, now), now)
+        for message_id, (node, end) in list(self._hellos.items()):
+            if node not in connected or now >= end:
+                del self._hellos[message_id]
+                inbox.forget([message_id])
+                self._stuck[message_id] = node
+        self._stuck = {message: node for message, node in self._stuck.items() if inbox.busy(message)}
+        self._query(grid, connected, now)
         for message_id, message in inbox.collect(dict.fromkeys(self._hellos, SizeLimit())):
             node, _ = self._hellos.pop(message_id)
             try:
@@ -231,9 +215,7 @@ class Strategy(FlowerStrategy):
                 self._bar(node, error)
             except Exception as error:  # nothing that an untrusted node sends may end the run
                 self._reject(node, short_reason(error))
-        for client in set(self.nodes) - set(
-            self.coordinator.members.samples
-        ):  # their numbers of samples were refused
+        for client in set(self.nodes) - set(self.coordinator.members.samples):  # whose size was refused
             self._reject(self.nodes.pop(client), f"client {client} has far more samples than the others")
 
     def _connected_nodes(self, grid: Grid) -> set[int]:
@@ -246,35 +228,21 @@ class Strategy(FlowerStrategy):
         }
         return set(self._keys)
 
-    def _abandon_hellos(self, inbox: Inbox, connected: set[int], now: float) -> None:
-        """Give up queries that have timed out or whose node has left."""
-        for message_id, (node, end) in list(self._hellos.items()):
-            if node not in connected or now >= end:
-                del self._hellos[message_id]
-                inbox.forget([message_id])
-                self._stuck[message_id] = node
-        self._stuck = {message: node for message, node in self._stuck.items() if inbox.busy(message)}
-
-    def _nodes_to_query(self, connected: set[int], now: float) -> list[int]:
-        """Return the nodes to ask which client they are: new nodes, and those of silent clients."""
+    def _query(self, grid: Grid, connected: set[int], now: float) -> None:
+        """Ask new nodes, and those that have not answered, which client they are."""
         self._rejected = {node: r for node, r in self._rejected.items() if node in connected}
-        self._barred = {node: t for node, t in self._barred.items() if node in connected}
-        answering = {node for client, node in self.nodes.items() if client not in self.silent}
         waiting = {node for node, _ in self._hellos.values()} | set(self._stuck.values())
-        waiting |= {node for node, r in self._rejected.items() if now < r.next_query}
-        waiting |= {node for node, t in self._barred.items() if self.coordinator.t + 1 < t}
-        return sorted(connected - answering - waiting)
-
-    def _query(self, grid: Grid, nodes: list[int], now: float) -> None:
-        """Ask nodes which client they are."""
+        t = self.coordinator.t + 1
+        pausing = {n for n, r in self._rejected.items() if now < r.next_query or t < r.next_round}
+        nodes = sorted(connected - set(self.nodes.values()) - waiting - pausing)
         queries = [
             Message(RecordDict(), dst_node_id=node, message_type="query", ttl=self.wait_timeout)
             for node in nodes
         ]
-        if queries:
-            for message_id, node in zip(grid.push_messages(queries), nodes, strict=True):
-                if message_id:
-                    self._hellos[message_id] = node, now + self.wait_timeout
+        message_ids = grid.push_messages(queries) if queries else []
+        for message_id, node in zip(message_ids, nodes, strict=True):
+            if message_id:
+                self._hellos[message_id] = node, now + self.wait_timeout
 
     def _inbox_of(self, grid: Grid) -> Inbox:
         if self._inbox is None or self._inbox[0] is not grid:
@@ -282,11 +250,7 @@ class Strategy(FlowerStrategy):
         return self._inbox[1]
 
     def _admit(self, node: int, message: Message | Exception) -> None:
-        """Accept a node as the client that it says it is.
-
-        Raises:
-            Exception: the node is not accepted.
-        """
+        """Accept a node as the client that it says it is, or raise an error with the reason why not."""
         if isinstance(message, Exception):
             raise message
         if message.has_error():
@@ -294,8 +258,7 @@ class Strategy(FlowerStrategy):
         hello = read_hello(message.content, self.coordinator.n)
         if self.bind_clients:
             self.coordinator.check_key(hello.client, self._keys.get(node, ""))
-        other = self.nodes.get(hello.client)
-        if other not in (None, node) and hello.client not in self.silent:
+        if (other := self.nodes.get(hello.client)) is not None:
             raise RefusedError(
                 "two nodes",
                 f"it says that it is client {hello.client}, but node {other} has connected as that client; "
@@ -304,30 +267,23 @@ class Strategy(FlowerStrategy):
         self.coordinator.admit(hello.client, hello.samples)
         if self.bind_clients:
             self.coordinator.members.bind(hello.client, self._keys[node])
-        if other != node:
-            log.info("client %d is node %d, with %d samples", hello.client, node, hello.samples)
-        self._remove(node)
+        log.info("client %d is node %d, with %d samples", hello.client, node, hello.samples)
         self.nodes[hello.client] = node
-        self.silent.discard(hello.client)
         self._rejected.pop(node, None)
 
     def _reject(self, node: int, reason: str) -> None:
         """Log once why a node cannot take part, and pause before it is queried again."""
-        previous = self._rejected.get(node)
-        pause = BACKOFF_POLLS * self.poll if previous is None else 2 * previous.pause
-        if previous is None or previous.reason != reason:
+        previous = self._rejected.get(node, RejectedNode(""))
+        pause = 2 * previous.pause or BACKOFF_POLLS * self.poll
+        if previous.reason != reason:
             log.warning("node %d: %s", node, reason)
         self._rejected[node] = RejectedNode(reason, pause, time.monotonic() + pause)
 
     def _bar(self, node: int, error: Exception) -> None:
-        """Do not ask a node anything for some rounds."""
-        until = self.coordinator.t + 1 + BARRED_ROUNDS
-        log.warning("node %d: %s; it is not asked before round %d", node, short_reason(error), until)
-        self._barred[node] = until
-        self._remove(node)
-
-    def _remove(self, node: int) -> None:
-        """Forget which client a node is."""
+        """Send nothing to a node for some rounds."""
+        reason, next_round = short_reason(error), self.coordinator.t + 1 + BARRED_ROUNDS
+        log.warning("node %d: %s; it is not asked before round %d", node, reason, next_round)
+        self._rejected[node] = RejectedNode(reason, next_round=next_round)
         self.nodes = {client: other for client, other in self.nodes.items() if other != node}
 
     def _wait(self, grid: Grid, count: int) -> None:
@@ -342,14 +298,11 @@ class Strategy(FlowerStrategy):
 
     def _exchange(self, grid: Grid, messages: list[Message]) -> list[Message]:
         """Send the messages of a round, and collect the replies that arrive in time."""
-        self._asked, replies = {}, []
-        if not messages:
-            return []
-        clients = [int(message.content.config_records["request"]["client"]) for message in messages]  # type: ignore[arg-type]
-        for message_id, client in zip(grid.push_messages(messages), clients, strict=True):
-            if message_id:
-                self._asked[message_id] = client
-        nodes = {message_id: self.nodes[client] for message_id, client in self._asked.items()}
+        clients, replies = {node: client for client, node in self.nodes.items()}, []
+        message_ids = grid.push_messages(messages) if messages else []
+        sent = [message.metadata.dst_node_id for message in messages]
+        nodes = {message_id: node for message_id, node in zip(message_ids, sent, strict=True) if message_id}
+        self._asked = {message_id: clients[node] for message_id, node in nodes.items()}
         limits = {message_id: self._limit(client) for message_id, client in sorted(self._asked.items())}
         until, inbox = time.monotonic() + self.round_timeout, self._inbox_of(grid)
         while limits and time.monotonic() < until:
@@ -371,15 +324,14 @@ class Strategy(FlowerStrategy):
         return replies
 
     def _limit(self, client: int) -> SizeLimit:
-        """Return how large a client's reply may be."""
+        """Return the size limit of a client's reply."""
         arrays = [value for part in self.coordinator.wanted(client) for value in part.values()]
         return SizeLimit(len(arrays), sum(value.numel() * value.element_size() for value in arrays))
 
     def _too_few(self, count: int, verb: str) -> None:
         """Log that the round is skipped, or fail."""
         c = self.coordinator
-        needed = c.n if c.needs_all else c.min_clients
-        text = f"{count} of {c.n} clients {verb}, but round {c.t + 1} needs {needed}"
+        text = f"{count} of {c.n} clients {verb}, but round {c.t + 1} needs {c.needed}"
         if verb == "have answered" and c.refusals:
             text += f"; the last refusal: {c.refusals[-1]}"
         if self._rejected:

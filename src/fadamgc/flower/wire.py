@@ -1,6 +1,6 @@
-"""The wire format: requests and replies as Flower's records, and back, with every field checked.
+"""The wire format: converts requests and replies to Flower's records and back, and checks every field.
 
-Vectors travel as their plain bytes, so the arrays of a message have the size that the cost model counts.
+Vectors are sent as their plain bytes, so the arrays of a message have the size that the cost model counts.
 """
 
 from __future__ import annotations
@@ -17,22 +17,25 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from torch import Tensor
 
-from fadamgc.algorithm import AnyAlgorithm
 from fadamgc.errors import InputError, shown
 from fadamgc.escape import printable
 from fadamgc.federation.settings import Settings
 from fadamgc.files import as_json
-from fadamgc.flower.protocol import MAX_GENERATION, NEVER, RefusedError, Reply, Request, Stamp, describe
+from fadamgc.flower.protocol import (
+    MAX_GENERATION,
+    NEVER,
+    RefusedError,
+    Reply,
+    Request,
+    Stamp,
+    TrainRequest,
+    describe,
+)
 from fadamgc.methods import algorithm_name, make_algorithm
 
 ARRAY_ENCODING = "fadamgc.little-endian"
-DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        *(torch.float64, torch.float32, torch.float16),
-        *(torch.int64, torch.int32, torch.uint8, torch.bool),
-    )
-}
+DTYPE_NAMES = ("float64", "float32", "float16", "int64", "int32", "uint8", "bool")
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_NAMES}
 LOCAL_SETTINGS = ("local_steps", "local_epochs", "batch_size")
 
 MAX_DIMENSIONS = 8
@@ -40,19 +43,8 @@ MAX_REASON = 500  # characters of a client's reason that are shown
 MAX_ROUNDS, MAX_STEPS, MAX_SAMPLES = 10**9, 10**6, 10**9
 
 
-class TrainRequest(NamedTuple):
-    """A request with everything that a client needs to carry it out."""
-
-    request: Request
-    tracked: bool
-    algorithm: AnyAlgorithm
-    settings: Settings
-    down: dict[str, Tensor]
-    buffers: dict[str, Tensor]
-
-
 class Hello(NamedTuple):
-    """A node's statement of which client it is."""
+    """A node's statement of which client it is, and how many samples it has."""
 
     client: int
     samples: int
@@ -63,26 +55,23 @@ class Hello(NamedTuple):
 
 def to_array_record(tensors: Mapping[str, Tensor]) -> ArrayRecord:
     """Convert tensors by name to a record."""
-    return ArrayRecord({name: _array(value) for name, value in tensors.items()})
-
-
-def _array(value: Tensor) -> Array:
-    numbers = value.detach().cpu().contiguous().numpy()
-    if sys.byteorder == "big":
-        numbers = numbers.byteswap()
-    dtype = str(value.dtype).removeprefix("torch.")
-    return Array(dtype, tuple(value.shape), ARRAY_ENCODING, numbers.tobytes())
+    arrays = {}
+    for name, value in tensors.items():
+        numbers = value.detach().cpu().contiguous().numpy()
+        data = (numbers.byteswap() if sys.byteorder == "big" else numbers).tobytes()
+        arrays[name] = Array(
+            str(value.dtype).removeprefix("torch."), tuple(value.shape), ARRAY_ENCODING, data
+        )
+    return ArrayRecord(arrays)
 
 
 def from_array_record(record: object, names: Collection[str] | None = None) -> dict[str, Tensor]:
-    """Convert a received record to tensors by name; check that every array matches its own description.
+    """Convert a received record to tensors by name; check that every array has the size that it states.
 
-    Args:
-        record: the record.
-        names: the names that the record must have; None accepts any. If others are there, no array is read.
+    A record with other names than ``names`` is refused before any array is read; None accepts any names.
     """
     if not isinstance(record, ArrayRecord):
-        raise RefusedError("record", "the message lacks a record of arrays")
+        raise RefusedError("record", "the message has no record of arrays")
     if names is not None and set(record) != set(names):
         raise RefusedError("fields", f"it has {shown(sorted(record))}, not {shown(sorted(names))}")
     return {name: _tensor(name, array) for name, array in record.items()}
@@ -135,17 +124,26 @@ def request_content(train: TrainRequest) -> RecordDict:
 
 
 def read_request(content: RecordDict) -> TrainRequest:
-    """Read the request in a message.
-
-    Raises:
-        RefusedError: the message is not a request, or has values that no server sends.
-    """
+    """Read the request in a message; refuse any other message, and values that no server sends."""
     config = _config(content, "request")
     request = Request(
         *_read_header(config),
         counted=Stamp(_get(config, "counted-round", int), _get(config, "counted-attempt", int)),
     )
-    _check_request(request)
+    stamp, counted = request.stamp, request.counted
+    sound = (
+        0 <= stamp.round <= MAX_ROUNDS
+        and 1 <= stamp.attempt <= MAX_ROUNDS
+        and NEVER <= counted <= stamp
+        and counted.attempt >= 0
+        and 0 <= request.generation <= MAX_GENERATION
+    )
+    if not sound:  # a client that accepts such numbers may work for ever, or refuse all later requests
+        raise RefusedError(
+            "request",
+            f"a request for {describe(stamp)} with {describe(counted)} counted and generation "
+            f"{request.generation} is not possible",
+        )
     local: dict[str, Any] = {key: config.get(key) for key in LOCAL_SETTINGS}
     for key, value in local.items():
         if value is not None and (type(value) is not int or not 1 <= value <= MAX_STEPS):
@@ -164,24 +162,6 @@ def read_request(content: RecordDict) -> TrainRequest:
         from_array_record(content.get("down")),
         from_array_record(content.get("buffers")),
     )
-
-
-def _check_request(request: Request) -> None:
-    """Refuse numbers that no server sends: a client that accepts them may work for ever, or never again."""
-    stamp, counted = request.stamp, request.counted
-    sound = (
-        0 <= stamp.round <= MAX_ROUNDS
-        and 1 <= stamp.attempt <= MAX_ROUNDS
-        and NEVER <= counted <= stamp
-        and counted.attempt >= 0
-        and 0 <= request.generation <= MAX_GENERATION
-    )
-    if not sound:
-        raise RefusedError(
-            "request",
-            f"a request for {describe(stamp)} with {describe(counted)} counted and generation "
-            f"{request.generation} is not possible",
-        )
 
 
 # Replies of the clients.
@@ -207,15 +187,9 @@ def refusal_content(kind: str, message: str) -> RecordDict:
 def read_reply(
     content: RecordDict, up: Collection[str] | None = None, buffers: Collection[str] | None = None
 ) -> Reply:
-    """Read the reply in a message.
+    """Read the reply in a message; raise an error if the client refuses, or if the message is not a reply.
 
-    Args:
-        content: content of the message.
-        up: the names of the vectors that the reply must have; None accepts any.
-        buffers: the names of the buffers that the reply must have; None accepts any.
-
-    Raises:
-        RefusedError: the message is not a reply, or the client refused the request.
+    ``up`` and ``buffers`` are the names of vectors and buffers that the reply must have; None accepts any.
     """
     _raise_refusal(content)
     header = _config(content, "reply")
@@ -237,7 +211,7 @@ def hello_content(hello: Hello) -> RecordDict:
 
 
 def read_hello(content: RecordDict, clients: int) -> Hello:
-    """Read a node's hello; ``clients`` is the number of clients."""
+    """Read the hello of a node, which is one of ``clients`` clients."""
     _raise_refusal(content)
     config = _config(content, "hello")
     hello = Hello(_get(config, "client", int), _get(config, "samples", int))
