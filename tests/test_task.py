@@ -237,6 +237,7 @@ def test_batch_norm_with_one_sample_has_a_remedy(executor):
         fadamgc.Task(model, F.cross_entropy, pairs(1, 1))
 
 
+@pytest.mark.slow
 def test_parts_of_the_package_can_be_used_without_importing_them():
     code = (
         "import fadamgc; fadamgc.data.natural([1, 2]); fadamgc.models.mlp; fadamgc.trackers.tensorboard; "

@@ -434,6 +434,7 @@ def test_data_check_knows_the_digits_that_data_list_shows(folders):
         assert "comes with scikit-learn" in shown.output.replace("\n", " ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["partition", "compare"])
 def test_every_command_that_reads_data_takes_the_data_root(folders, tmp_path, monkeypatch, command):
     sets.cifar10(tmp_path / "elsewhere")

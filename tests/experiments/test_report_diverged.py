@@ -73,6 +73,7 @@ def figures():
 # Runs that diverged.
 
 
+@pytest.mark.slow
 def test_a_method_that_diverges_leaves_the_table_to_the_others(tmp_path, figures):
     experiment(tmp_path, DIVERGES)
     results = write_report(tmp_path)

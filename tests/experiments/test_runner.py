@@ -34,6 +34,7 @@ def test_every_run_is_saved_with_the_spec_and_the_picture(done):
     assert [len(r["tracked"]) for r in records(done / "runs" / names[2])] == [3, 3, 3]
 
 
+@pytest.mark.slow
 def test_two_workers_give_the_bits_of_one(done, tmp_path):
     before = torch.get_num_threads()
     run_spec(spec_of(TINY), tmp_path / "out", workers=2, quiet=True)
@@ -102,6 +103,7 @@ def test_other_links_or_another_target_need_no_new_run(done):
         assert all(job.saved() is None for job in ExperimentFolder(done).plan(other))
 
 
+@pytest.mark.slow
 def test_a_folder_in_use_is_refused(done, tmp_path):
     with pytest.raises(InputError, match=r"already has an experiment; --resume .* --overwrite .* --out"):
         run_spec(spec_of(TINY), done, quiet=True)

@@ -117,6 +117,7 @@ def test_a_history_of_a_custom_algorithm_and_metric_is_reported(tmp_path, monkey
     assert (tmp_path / "server" / "runs" / "steepest-nof-all-seed7" / "run.json").exists()
 
 
+@pytest.mark.slow
 def test_flower_apps_load_no_experiments():
     code = (
         "import sys, fadamgc.flower.dataset_apps\n"

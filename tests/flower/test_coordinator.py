@@ -171,6 +171,7 @@ def test_every_fault_at_every_point(faults, server, tmp_path):
         world.check()
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     story=st.lists(

@@ -157,6 +157,7 @@ def test_flowers_command_finds_the_operators_token(launch, tmp_path, monkeypatch
     assert refused.exit_code != 0
 
 
+@pytest.mark.slow
 def test_a_superlink_without_tls_stays_on_loopback(launch, tmp_path):
     from fadamgc.flower.access import launch_command, make_token
     from fadamgc.flower.loopback import LoopbackFederation

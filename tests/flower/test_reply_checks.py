@@ -101,6 +101,7 @@ def test_what_is_typical():
     assert scale.reference([400.0, 500.0, 600.0]) == 500  # all of them grow
 
 
+@pytest.mark.slow
 def test_honest_clients_of_very_different_sizes_are_not_refused(tmp_path):
     model = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 3))
     task = class_task(sizes=(4, 4, 4, 1600), model=model)

@@ -261,6 +261,7 @@ def test_the_fast_executor_gives_the_loops_numbers(bases, data, kind, algo):
     assert [r.test_accuracy for r in two.history] == [r.test_accuracy for r in one.history]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", tiny.KINDS)
 def test_with_dropout_a_run_depends_on_its_seed_alone(bases, data, kind):
     from fadamgc.sim.executors import ThreadsExecutor
@@ -485,6 +486,7 @@ eta_l = 0.05
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "more"), [("bert", "upper_layers = 1"), ("gpt2", "")])
 def test_a_run_leaves_an_adapter_that_peft_alone_reads(bases, folders, tmp_path, kind, more):
     from peft import PeftModel
@@ -538,6 +540,7 @@ def test_labels_have_names(folders):
     assert labels_of("20_newsgroups")[3] == "group 3"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "scale", "kind"),
     [

@@ -244,6 +244,7 @@ def test_the_laptop_scale_runs_from_end_to_end(folders, tmp_path, name):
         assert (tmp_path / "out" / file).stat().st_size > 100
 
 
+@pytest.mark.slow
 def test_the_paper_scale_starts_stops_and_goes_on(folders, tmp_path):
     """ResNet-18 with a hundred clients, on a cut-down data set and with fewer local steps."""
     sets.cifar10(folders, train=250, test=10)

@@ -139,6 +139,7 @@ def test_bad_input():
         simulate(fadamgc.FAdamGC(), states="disk")
 
 
+@pytest.mark.slow
 def test_a_full_disk_loses_nothing(tmp_path):
     """The file may grow to one state: the second is refused, and the checkpoint stays what it was."""
     code = f"""

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import fadamgc
+from compiling import needs_compiler
 from fadamgc.sim.executors import VectorizedExecutor
-from fadamgc.sim.executors.machine_code import compiler
 from problems import REPRESENTATIVES, class_task, mlp, settings_for
 
 SHORT = {"rounds": 3, "sampled": 4, "tracked": 2, "local_steps": 4, "batch_size": 8}
@@ -36,6 +36,7 @@ def assert_same(many, alone):
         assert same == {k: v for k, v in b.settings.items() if k != "executor"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -63,7 +64,7 @@ def test_states_of_any_shape_can_be_run_many_at_once(algo):
     assert_same(fadamgc.simulate_many(runs, **common), alone)
 
 
-@pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+@needs_compiler
 def test_compiled_runs_are_what_they_are_alone(monkeypatch):
     monkeypatch.setattr("fadamgc.sim.executors.vectorized.LONG_RUN", 1)
     tasks = [class_task(seed=seed) for seed in (0, 1)]
@@ -110,6 +111,7 @@ def test_runs_share_blocks():
     assert blocks == [12]
 
 
+@pytest.mark.slow
 def test_processes_give_the_bits_of_one():
     runs = [{"algorithm": fadamgc.FAdamGC(eta_l=eta), "seed": 1} for eta in (0.1, 0.01, 0.001)]
     task = class_task()

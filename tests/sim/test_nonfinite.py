@@ -82,6 +82,7 @@ def test_if_all_are_dropped_the_server_stands_still():
     assert run.history[1].test_loss == run.history[0].test_loss == alone.history[0].test_loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_nonfinite", ["error", "drop"])
 def test_a_server_that_is_not_finite_is_named(on_nonfinite):
     """All updates are finite, and the step of the server is too large: no client is to blame."""
