@@ -1,22 +1,24 @@
-"""The contract between an algorithm and whatever runs it.
+"""The contract between an algorithm and its runner: the simulator, a Flower app, or your own loop.
 
-An algorithm is a frozen dataclass of hyperparameters whose methods are pure functions of tensors. It knows
-nothing of modules, data, devices, random numbers or networks. One round reads
+An algorithm is a frozen dataclass. Its fields are hyperparameters and its methods are pure functions of
+tensors: it knows nothing of modules, data, devices, random numbers or networks. One round is
 
-    down  = algo.broadcast(server)                                  what the server sends
-    local = algo.begin(down, client)                                 at each sampled client,
-    for K mini-batches:                                              starting from x_i = down.x:
-        x_i, local = algo.step(down, client, local, x_i, g)            g: gradient at x_i
-    client, up = algo.finish(down, client, local, x_i, K, tracked)   state kept, message sent
-    server = algo.aggregate(server, sum of the ups, cohort)          runners add, algorithms divide
+    down = algo.broadcast(server)                                      the server's message
+    each sampled client, starting from x = down.x:
+        local = algo.begin(down, client)                               the state of its local steps
+        for K mini-batches with gradient g at x:
+            x, local = algo.step(down, client, local, x, g)            the paper's update rule
+        client, up = algo.finish(down, client, local, x, K, tracked)   its new state and its message
+    server = algo.aggregate(server, sum of the ups, cohort)            runners add, algorithms divide
 
-Methods are written for one client; runners map them over clients. A vector has shape ``(d,)``, a number
-in a state ``(1,)``. States and messages are NamedTuples of tensors and may contain NamedTuples
-(see ``tree.py``).
+Methods are written for one client; runners map them over clients. States and messages are NamedTuples of
+tensors (see ``tree.py``): vectors of shape ``(d,)`` and numbers of shape ``(1,)``. A tracked client is a
+sampled client that also sends the fields listed in ``tracked_only``.
 
 Fast executors call the methods through ``vmap`` and record them as graphs. Then ``K``, ``tracked`` and the
-hyperparameters are tensors without a readable value: calculate with them, and choose with ``rules.select``.
-(A hyperparameter whose value a rule does read, as in ``if self.eps > 0``, is detected and stays a number.)
+hyperparameters are tensors whose values cannot be read: calculate with them, and use ``rules.select`` instead
+of ``if``. (If a method does read a hyperparameter, as in ``if self.eps > 0``, the executor detects this and
+passes that hyperparameter as a number.)
 """
 
 from __future__ import annotations
@@ -47,14 +49,14 @@ class Empty(NamedTuple):
 
 
 class Cohort(NamedTuple):
-    """The clients that took part in a round, as ``aggregate`` needs them.
+    """The clients of a round, as numbers for ``aggregate``.
 
-    With weighted aggregation a client counts as its weight (the mean weight over all clients is 1).
+    With weighted aggregation, n and S are sums of weights; the mean weight of all clients is 1.
     """
 
-    n: float  # all clients
-    S: float  # the sampled clients whose updates were added
-    K: float  # local steps, mean over those clients
+    n: float  # number of all clients
+    S: float  # number of clients whose messages were added
+    K: float  # local steps, mean over those S clients
     t: int = 0  # number of the round, from 1
 
 
@@ -65,7 +67,7 @@ class Algorithm(ABC, Generic[ServerT, DownT, ClientT, LocalT, UpT]):
     title: ClassVar[str]
     """The name in tables and legends."""
     tracked_only: ClassVar[tuple[str, ...]] = ()
-    """Fields of Up that only tracked clients send; zero in the Up of any other client."""
+    """Fields of ``up`` that only tracked clients send; they must be zero for all other clients."""
 
     eta_l: float
 
@@ -74,7 +76,7 @@ class Algorithm(ABC, Generic[ServerT, DownT, ClientT, LocalT, UpT]):
 
     @property
     def init_gradient(self) -> bool:
-        """Whether the run starts from every client's gradient at the initial model."""
+        """Whether ``init_server`` and ``init_client`` need gradients at the initial model."""
         return False
 
     @property
@@ -84,20 +86,20 @@ class Algorithm(ABC, Generic[ServerT, DownT, ClientT, LocalT, UpT]):
 
     @property
     def full_participation(self) -> bool:
-        """Whether the rules require that all clients take part, are tracked, and have equal weights."""
+        """Whether all clients must be sampled and tracked in every round, with equal weights."""
         return False
 
     @abstractmethod
     def init_server(self, x: Tensor, g: Tensor | None = None) -> ServerT:
-        """Return the server before round 1; ``g`` is the clients' mean gradient at x if ``init_gradient``."""
+        """Return the server's first state; ``g`` is the clients' mean gradient at x if ``init_gradient``."""
 
     @abstractmethod
     def init_client(self, x: Tensor, g: Tensor | None = None) -> ClientT:
-        """Return a client before its first round; ``g`` is its gradient at x if ``init_gradient``."""
+        """Return a client's first state; ``g`` is the client's gradient at x if ``init_gradient``."""
 
     @abstractmethod
     def broadcast(self, server: ServerT) -> DownT:
-        """Return what the server sends to every sampled client; its first field is the model x."""
+        """Return the message to every sampled client; its first field is the model x."""
 
     @abstractmethod
     def begin(self, down: DownT, client: ClientT, g: Tensor | None = None) -> LocalT:
@@ -107,24 +109,24 @@ class Algorithm(ABC, Generic[ServerT, DownT, ClientT, LocalT, UpT]):
     def step(
         self, down: DownT, client: ClientT, local: LocalT, x: Tensor, g: Tensor
     ) -> tuple[Tensor, LocalT]:
-        """Take one local step from x with the mini-batch gradient g at x; return the new x and state."""
+        """Take one local step from x with the mini-batch gradient g at x; return the new x and local."""
 
     @abstractmethod
     def finish(
         self, down: DownT, client: ClientT, local: LocalT, x: Tensor, K: Steps, tracked: Flag
     ) -> tuple[ClientT, UpT]:
-        """Return the state that the client keeps after K steps that ended at x, and what it sends."""
+        """Return the client's new state and its message, after K local steps that ended at x."""
 
     @abstractmethod
     def aggregate(self, server: ServerT, total: UpT, cohort: Cohort) -> ServerT:
-        """Return the server after the round; ``total`` is the sum of what the clients sent."""
+        """Return the server's new state; ``total`` is the sum of the clients' messages."""
 
 
 AnyAlgorithm: TypeAlias = Algorithm[Any, Any, Any, Any, Any]
 
 
 def add(a: StateT, b: StateT) -> StateT:
-    """Add what two clients sent, field by field (``+`` would join the tuples)."""
+    """Add the messages of two clients field by field (``+`` would join the tuples)."""
     return map_leaves(torch.add, a, b)
 
 
@@ -139,9 +141,9 @@ class Example(NamedTuple):
 
 
 def example(algorithm: AnyAlgorithm, x: Tensor) -> Example:
-    """Run one round on vectors like x, to learn the types, names and sizes of states and messages.
+    """Run one round on vectors like x and return its states and messages, to learn their types and sizes.
 
-    x may be empty, or on torch's "meta" device, where nothing is computed.
+    x may be empty, or on torch's device "meta", where nothing is computed.
     """
     g = x if algorithm.init_gradient or algorithm.round_gradient else None
     try:
@@ -158,5 +160,5 @@ def example(algorithm: AnyAlgorithm, x: Tensor) -> Example:
 
 
 def stand_in(d: int, dtype: torch.dtype) -> Tensor:
-    """Return a vector of d numbers for ``example``; a long one is on the "meta" device, without values."""
+    """Return a vector of d numbers for ``example``; a long one is on the device "meta", without values."""
     return torch.zeros(d, dtype=dtype, device="cpu" if d <= 1_000_000 else "meta")

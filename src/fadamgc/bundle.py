@@ -1,9 +1,9 @@
-"""Bundles and journals: what a run saves.
+"""Bundles and journals: the files of a run.
 
-A *bundle* is tensors (safetensors) and everything else (JSON) in one folder. The JSON file, written last,
-names the tensor file with its digest, so a process that is killed at any moment leaves either the previous
-bundle or the new one. A *journal* is a file of JSON lines that only grows. A bundle names how many bytes of
-the journal are valid, with their digest: lines that no bundle names do not count.
+A *bundle* is one JSON file and, for tensors, one safetensors file. The JSON file is written last and names
+the tensor file with its digest, so a process that is killed at any moment leaves either the previous bundle
+or the new one. A *journal* is a file of JSON lines that only grows. A bundle says how many bytes of its
+journal are valid, with their digest; later lines do not count.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fadamgc.files import make_folder, remove_leftovers, replacing, unwritable, 
 
 FORMAT = 1
 CHUNK = 1 << 22  # bytes that are read at a time
-# Limits on what a compressed record may unpack to; records of real runs compress at most 100 times.
+# Limits for a compressed JSON file; those of real runs shrink at most to a hundredth of their size.
 LARGEST_RECORD, LARGEST_RATIO, SMALL_RECORD = 1 << 30, 300, 1 << 20
 SAFETENSORS_NAMES = {
     torch.float64: "F64",
@@ -48,9 +48,9 @@ SAFETENSORS_NAMES = {
 
 
 class LazyTensor(NamedTuple):
-    """A tensor that is computed when it is written, so that not all are in memory at the same time."""
+    """A tensor that is computed when it is written, so that never all tensors are in memory."""
 
-    like: Tensor  # of the same type and shape; its values are not used
+    like: Tensor  # a tensor of the same type and shape; its values are not used
     read: Callable[[], Tensor]
 
 
@@ -65,9 +65,8 @@ def write_bundle(
 ) -> None:
     """Write ``name.json`` and its tensors into a folder, replacing an earlier bundle of that name.
 
-    Tensors are written one after the other, without a copy of all of them. Only the user can read the tensor
-    file, because clients' states reveal something about their data; with ``private``, nobody else can read
-    the JSON file either.
+    Only the user can read the tensor file, because clients' states reveal something about their data. With
+    ``private``, this holds for the JSON file as well.
     """
     make_folder(folder, private)
     file, digest = None, None
@@ -97,7 +96,7 @@ def remove_other_tensors(folder: Path, name: str, file: str | None) -> None:
 def _write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor | LazyTensor]) -> str:
     """Write tensors in the safetensors format, one at a time; return the digest of the file.
 
-    The library's own writer needs all tensors at once and returns no digest.
+    The writer of safetensors needs all tensors at once and returns no digest.
     """
     likes = {key: t.like if isinstance(t, LazyTensor) else t for key, t in tensors.items()}
     order = sorted(likes, key=lambda key: -likes[key].element_size())  # so that every tensor is aligned
@@ -145,7 +144,7 @@ def _json_file(folder: Path, name: str) -> Path:
 def read_bundle(
     folder: Path, name: str, formats: tuple[int, ...] = (FORMAT,)
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Read a bundle; refuse one that is not byte for byte as it was written."""
+    """Read a bundle; refuse one whose content has changed since it was written."""
     path = _json_file(folder, name)
     try:
         data = path.read_bytes()
@@ -159,20 +158,14 @@ def read_bundle(
     except RecursionError:
         raise CheckpointError(f"{path} cannot be read (nested too deeply); it is damaged") from None
     except (OSError, EOFError, zlib.error, ValueError) as error:
-        raise CheckpointError(
-            f"{path} cannot be read ({error}); it is truncated or not of this kind"
-        ) from error
+        raise CheckpointError(f"{path} is truncated or not a file of fadamgc: {error}") from error
     if not isinstance(body, dict) or not {"sha256", "format", "tensors"} <= body.keys():
         raise CheckpointError(f"{path} is not a file of fadamgc: it has no digest and format")
     if body["format"] not in formats:
-        readable = " and ".join(map(str, formats))
-        raise CheckpointError(
-            f"{path} has format {shown(body['format'])}; this version reads format {readable}"
-        )
+        found, readable = shown(body["format"]), " and ".join(map(str, formats))
+        raise CheckpointError(f"{path} has format {found}; this version reads format {readable}")
     if digest != body["sha256"]:
-        raise CheckpointError(
-            f"{path} was altered after it was written: its content does not match its sha256"
-        )
+        raise CheckpointError(f"{path} was altered after it was written: its content and sha256 differ")
     file = body["tensors"]
     if file is None:
         return body, {}
@@ -182,14 +175,12 @@ def read_bundle(
 
 
 def _decompress(path: Path, data: bytes) -> bytes:
-    """Decompress a record; refuse one that unpacks to far more than any record of a run."""
+    """Decompress a JSON file; refuse one that unpacks to far more than any run writes."""
     limit = min(LARGEST_RECORD, max(SMALL_RECORD, LARGEST_RATIO * len(data)))
     with gzip.open(io.BytesIO(data)) as file:
         content = file.read(limit + 1)
     if len(content) > limit:
-        raise CheckpointError(
-            f"{path} unpacks from {len(data)} bytes to more than {limit}, so it is not a record"
-        )
+        raise CheckpointError(f"{path} unpacks from {len(data)} to more than {limit} bytes: not a record")
     return content
 
 
@@ -216,7 +207,7 @@ def _read_tensors(path: Path, named_by: Path, digest: Any) -> dict[str, Tensor]:
 
 
 def _json_lines(body: Mapping[str, Any]) -> str:
-    """Return JSON with one line per key and per item of a list of objects: easy to read and compare."""
+    """Return JSON with one line per key, and one per item of a list of objects: easy to compare."""
     parts = []
     for key, value in body.items():
         if isinstance(value, list) and value and isinstance(value[0], dict):
@@ -232,20 +223,17 @@ def _digest(body: Mapping[str, Any]) -> str:
 
 
 class Journal:
-    """A file of JSON lines, with the digest of all valid lines.
-
-    Adding a line takes the same time however long the file is.
-    """
+    """A file of JSON lines, with the digest of all valid lines; the time to add a line is constant."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.size, self._sha = path, 0, hashlib.sha256()
 
     def mark(self) -> dict[str, Any]:
-        """Return the number of valid bytes and their digest, for the bundle that names the journal."""
+        """Return the number of valid bytes and their digest, to be stored in the bundle."""
         return {"bytes": self.size, "sha256": self._sha.hexdigest()}
 
     def append(self, items: Iterable[Mapping[str, Any]]) -> None:
-        """Add lines after the valid ones; remove lines that a killed process wrote there."""
+        """Add lines after the valid ones; remove later lines, which a killed process wrote."""
         data = b"".join(json.dumps(item).encode() + b"\n" for item in items)
         no_link = getattr(os, "O_NOFOLLOW", 0)  # a link could lead out of the folder
         with open(os.open(self.path, os.O_RDWR | os.O_CREAT | no_link, 0o600), "r+b") as file:
@@ -258,7 +246,7 @@ class Journal:
         self._sha.update(data)
 
     def read(self, mark: Any, named_by: Path) -> Iterator[Any]:
-        """Read the lines that are valid according to a mark; ``append`` continues after them."""
+        """Read the lines that a ``mark`` declares valid; ``append`` continues after them."""
         try:
             size, digest = int(mark["bytes"]), mark["sha256"]
             data = b""

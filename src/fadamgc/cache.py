@@ -1,7 +1,7 @@
-"""Files that can be computed again: arrays, and compiled code.
+"""The cache: arrays and compiled code, which can be computed again.
 
 The file of an array ends with a digest of its name and content. If the digest does not match, the array is
-computed again. Compiled code is stored only where nobody but the user (and root) can write.
+computed again. Compiled code is stored only where nobody except the user and root can write.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
 from fadamgc.files import DAY, user_folder, write_atomic
 
-ROOM = 8 << 30  # bytes that all arrays of one folder may take
+ROOM = 8 << 30  # bytes; limit for all arrays in one folder
 DIGEST = hashlib.sha256().digest_size
-LONGEST_HEADER = 1 << 12  # bytes; more than numpy's header of an array without named fields
-# The environment variable that passes a process's temporary folder of compiled code to its workers.
-PROCESS_CODE = "FADAMGC_PROCESS_CODE"
-
-Identity: TypeAlias = tuple[int, int, int, int]
+LONGEST_HEADER = 1 << 12  # bytes; numpy's header of an array without named fields is shorter
+PROCESS_CODE = (
+    "FADAMGC_PROCESS_CODE"  # environment variable: a process's temporary code folder, for its workers
+)
 
 log = logging.getLogger("fadamgc")
-_verified: dict[Path, Identity] = {}  # mapped files whose digest this process has checked
+# Mapped files whose digest this process has checked: device, inode, size and time of the last change.
+_verified: dict[Path, tuple[int, int, int, int]] = {}
 
 
 def cache_folder() -> Path:
@@ -44,7 +44,7 @@ def cache_folder() -> Path:
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder and its missing parents for the user alone; existing ones keep their permissions."""
+    """Make a folder and its missing parents, which only the user can enter; existing ones do not change."""
     for missing in reversed([part for part in (folder, *folder.parents) if not part.exists()]):
         missing.mkdir(mode=0o700, exist_ok=True)
 
@@ -55,20 +55,18 @@ def make_private(folder: Path) -> None:
 def cached(name: str, make: Callable[[], npt.NDArray[Any]], mapped: bool = False) -> npt.NDArray[Any]:
     """Read an array from the cache; compute and store it if its file is missing, damaged or has no digest.
 
-    The digest of a mapped array is checked when a process first opens it, and again after its file was
-    replaced or written to. Afterwards only the parts that are used are read.
-
     Args:
         name: of the file in the cache; it must change when ``make`` would return another array.
         make: computes the array.
-        mapped: leave the array on disk, read-only, and read only the parts that are used.
+        mapped: leave the array on disk, read-only, and read only the parts that are used. The digest is
+            checked when a process first opens the file, and again after the file has changed.
     """
     place = cache_folder() / f"{name}.npy"
     try:
         return _read(place, name, mapped)
     except FileNotFoundError:
         pass
-    except Exception as error:  # numpy raises many kinds for a damaged file
+    except Exception as error:  # numpy raises many kinds of errors for a damaged file
         log.info("%s is computed again: %s", place, error)
     array = make()
     try:
@@ -77,37 +75,32 @@ def cached(name: str, make: Callable[[], npt.NDArray[Any]], mapped: bool = False
         write_atomic(place, lambda file: _write(file, name, array))
         _make_room(place)
         if mapped:
-            array = _read(place, name, mapped)  # from now on, not in memory
+            array = _read(place, name, mapped)  # no longer in memory
     except (OSError, ValueError) as error:
         log.info("%s is not stored: %s", place, error)
     return array
 
 
-class _Digesting(io.RawIOBase):
-    """A file that computes the digest of the data written to it."""
-
-    def __init__(self, file: BinaryIO, name: str) -> None:
-        self.file, self.digest = file, _digest_of(name)
-
-    def write(self, data: Any) -> int:
-        self.digest.update(data)
-        return self.file.write(data)
-
-
-def _digest_of(name: str) -> Any:
-    """Return a digest that starts with the name, so that the file of another array does not match."""
-    return hashlib.sha256(f"{name}\0".encode())
+def _digest(name: str, *content: Any) -> bytes:
+    """Return the digest of a file's content; the name is included, so that another array does not match."""
+    sha = hashlib.sha256(f"{name}\0".encode())
+    for part in content:
+        sha.update(part)
+    return sha.digest()
 
 
 def _write(file: BinaryIO, name: str, array: npt.NDArray[Any]) -> None:
     """Write an array in numpy's format, followed by the digest."""
-    content = _Digesting(file, name)
-    np.lib.format.write_array(content, array, allow_pickle=False)
-    file.write(content.digest.digest())
+    array = np.asarray(array, order="C")
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(array))
+    content = header.getvalue(), array.reshape(-1).view(np.uint8).data
+    for part in (*content, _digest(name, *content)):
+        file.write(part)
 
 
 def _read(place: Path, name: str, mapped: bool) -> npt.NDArray[Any]:
-    """Read an array that ``_write`` has written; raise ValueError if the file was changed."""
+    """Read an array that ``_write`` has written; raise ValueError if the file has changed."""
     with open(place, "rb") as file:
         status = os.fstat(file.fileno())
         identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
@@ -115,24 +108,21 @@ def _read(place: Path, name: str, mapped: bool) -> npt.NDArray[Any]:
             raise ValueError("it is too short")
         content = np.memmap(file, np.uint8, "r") if mapped else np.fromfile(file, np.uint8)
         if not mapped or _verified.get(place) != identity:
-            digest = _digest_of(name)
-            digest.update(content[:-DIGEST])
-            if digest.digest() != content[-DIGEST:].tobytes():
+            if _digest(name, content[:-DIGEST]) != content[-DIGEST:].tobytes():
                 raise ValueError("it has no digest, or one that does not match its content")
             if mapped:
                 _verified[place] = identity
         with suppress(OSError):  # _make_room removes the least recently used arrays
             os.utime(place, ns=(time.time_ns(), status.st_mtime_ns))
     header = io.BytesIO(content[:LONGEST_HEADER].tobytes())
-    version = np.lib.format.read_magic(header)
-    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    shape, columns_first, dtype = read(header)
+    np.lib.format.read_magic(header)
+    shape, columns_first, dtype = np.lib.format.read_array_header_1_0(header)
     array: npt.NDArray[Any] = content[header.tell() : -DIGEST].view(dtype)
     return array.reshape(shape, order="F" if columns_first else "C")
 
 
 def _make_room(newest: Path) -> None:
-    """Remove the least recently used arrays from the folder of the newest if all take too much room."""
+    """Remove the least recently used arrays from the newest array's folder until all fit into ``ROOM``."""
     others = [(file.stat(), file) for file in newest.parent.glob("*.npy") if file != newest]
     room = ROOM - newest.stat().st_size
     for status, file in sorted(others, key=lambda pair: -max(pair[0].st_atime, pair[0].st_mtime)):
@@ -154,17 +144,11 @@ def remove_old(files: Iterable[Path]) -> None:
 
 
 def check_private(path: Path) -> Path:
-    """Refuse a file or folder that others own, can write, or could replace by one of theirs.
+    """Refuse a path that other users own, can write or could replace; return it without symbolic links.
 
-    As for ``sshd``, the path and all folders above it must belong to the user or to root, and nobody else may
-    write to them. A folder above may be writable if it is sticky, like the temporary folder: there, others
-    cannot rename files of the user.
-
-    Returns:
-        The path without symbolic links, which is the one that was checked.
-
-    Raises:
-        PermissionError: a part of the path is not safe; the message names it and the remedy.
+    As ``sshd`` demands, the path and all folders above it must belong to the user or to root, and nobody else
+    may write to them. A folder above may be writable if it is sticky, such as /tmp: there, others cannot
+    rename the user's files. The PermissionError names the unsafe part and the remedy.
     """
     path = Path(os.path.realpath(path))
     for part in (path, *path.parents):
@@ -173,7 +157,7 @@ def check_private(path: Path) -> Path:
 
 
 def check_owner(path: Path, status: os.stat_result, sticky: bool = False) -> None:
-    """Refuse a file or folder that others own or can write; ``sticky`` accepts a sticky folder."""
+    """Refuse a file or folder that other users own or can write; ``sticky`` accepts a sticky folder."""
     if not hasattr(os, "geteuid"):  # Windows has other permissions
         return
     user = os.geteuid()
@@ -185,22 +169,20 @@ def check_owner(path: Path, status: os.stat_result, sticky: bool = False) -> Non
 
 
 def read_private(path: Path) -> bytes:
-    """Read a file that nobody but the user (or root) could write; raise PermissionError otherwise."""
+    """Read a file; raise PermissionError if anybody except the user and root could have written it."""
     path = Path(os.path.realpath(path.parent)) / path.name
     flags = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)  # no links, no waiting for a pipe
     with open(os.open(path, os.O_RDONLY | flags), "rb") as file:
         check_private(path.parent)
-        check_owner(
-            path, os.fstat(file.fileno())
-        )  # the status of the opened file, which may have been replaced since
+        check_owner(path, os.fstat(file.fileno()))  # of the open file; the path may lead to another by now
         return file.read()
 
 
 def code_folder() -> Path:
-    """Return a folder for compiled code that nobody else can write to.
+    """Return a folder for compiled code that only the user can write to.
 
-    It is ``code`` in the cache folder. If others could write there, or the user cannot, it is a temporary
-    folder of this process and its workers, which is removed when the process ends.
+    This is ``code`` in the cache folder. If other users could write there, or the user cannot, it is a
+    temporary folder for this process and its workers, which is removed when the process ends.
     """
     folder = cache_folder() / "code"
     try:
@@ -216,7 +198,7 @@ def code_folder() -> Path:
 
 
 def _process_code(reason: OSError) -> Path:
-    """Return the temporary code folder of this process, or of the process that has started it."""
+    """Return the temporary code folder of this process, or of the process that started it."""
     inherited = os.environ.get(PROCESS_CODE)
     with suppress(OSError):
         if inherited and stat.S_ISDIR((status := os.lstat(inherited)).st_mode):
@@ -230,5 +212,5 @@ def _process_code(reason: OSError) -> Path:
 
 
 def _remove(folder: Path, process: int) -> None:
-    if os.getpid() == process:  # not in a process that was forked from it
+    if os.getpid() == process:  # not in a forked process
         shutil.rmtree(folder, ignore_errors=True)

@@ -22,23 +22,23 @@ class FadamgcError(Exception):
 
 
 class InputError(FadamgcError, ValueError):
-    """A setting, a data set or a model that cannot be used as given."""
+    """A setting, a data set or a model that cannot be used."""
 
 
 class CheckpointError(FadamgcError):
-    """A checkpoint or a saved run that is damaged, incomplete or of another experiment."""
+    """A checkpoint or a saved run that is damaged, incomplete or from another experiment."""
 
 
 class OtherRunError(CheckpointError):
-    """A checkpoint of another run: its algorithm, its settings or its task differ."""
+    """A checkpoint from a run with another algorithm, other settings or another task."""
 
 
 class CheckpointInUseError(CheckpointError):
-    """A checkpoint folder that another run is using at this moment."""
+    """A checkpoint folder that another run is using."""
 
 
 class UnwritableError(CheckpointError):
-    """A folder or a file that cannot be written, because of a full disk or missing permission."""
+    """A folder or a file that cannot be written: the disk is full, or a permission is missing."""
 
 
 class ClientError(FadamgcError):
@@ -49,25 +49,35 @@ class NonFiniteError(FadamgcError):
     """A client's update, or the server's state after a round, was not finite.
 
     Attributes:
-        client: number of the client; None if all updates were finite and the server's state was not, or
-            if no client was left.
+        client: number of the client; None if the server's state was not finite although all updates were,
+            or if no client was left.
         round: number of the round, from 1.
-        step: number of the local step, from 1; None if a replay did not reproduce it.
-        what: the name of the value that was not finite, or the whole message if ``client`` is None.
+        step: number of the local step, from 1; None if repeating the round did not reproduce the error.
+        what: name of the value that was not finite, or the whole message if ``client`` is None.
     """
 
     def __init__(self, client: int | None, round: int, step: int | None, what: str) -> None:
         self.client, self.round, self.step, self.what = client, round, step, what
-        where = "at an unknown local step" if step is None else f"at local step {step}"
-        super().__init__(
-            what
-            if client is None
-            else f"client {client} produced a non-finite {what} in round {round}, {where}; "
-            'lower eta_l, look at that client\'s data, or pass on_nonfinite="drop" to continue without it'
-        )
+        message = what
+        if client is not None:
+            where = "at an unknown local step" if step is None else f"at local step {step}"
+            message = (
+                f"client {client} produced a non-finite {what} in round {round}, {where}; lower eta_l, "
+                'look at that client\'s data, or pass on_nonfinite="drop" to continue without it'
+            )
+        super().__init__(message)
 
     def __reduce__(self) -> tuple[type[NonFiniteError], tuple[int | None, int, int | None, str]]:
         return type(self), (self.client, self.round, self.step, self.what)
+
+
+def not_accepted(name: str, value: object, accepted: str) -> InputError:
+    """Return the error for a field whose value is not accepted.
+
+    >>> not_accepted("rounds", 0, "a whole number >= 1")
+    InputError('rounds=0 is not accepted; it must be a whole number >= 1')
+    """
+    return InputError(f"{name}={shown(value)} is not accepted; it must be {accepted}")
 
 
 def whole(name: str, value: object, least: int, most: int | None = None) -> int:
@@ -77,9 +87,9 @@ def whole(name: str, value: object, least: int, most: int | None = None) -> int:
     3
     """
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
-        raise InputError(f"{name}={shown(value)} is not accepted; it must be a whole number >= {least}")
+        raise not_accepted(name, value, f"a whole number >= {least}")
     if most is not None and int(value) > most:
-        raise InputError(f"{name}={shown(value)} is not accepted; it must be a whole number <= {most}")
+        raise not_accepted(name, value, f"a whole number <= {most}")
     return int(value)
 
 
@@ -97,13 +107,12 @@ def finite(name: str, value: object, least: float, *, exclusive: bool = False) -
     """
     number = real(value)
     if number is None or not math.isfinite(number) or number < least or (exclusive and number == least):
-        accepted = f"a finite number {'>' if exclusive else '>='} {least:g}"
-        raise InputError(f"{name}={shown(value)} is not accepted; it must be {accepted}")
+        raise not_accepted(name, value, f"a finite number {'>' if exclusive else '>='} {least:g}")
     return number
 
 
 def real(value: object) -> float | None:
-    """Return a number as a float; None if the value is not a number, or too large for a float.
+    """Return a number as a float; None if the value is not a number or is too large for a float.
 
     >>> real(3), real("3"), real(10**400)
     (3.0, None, None)
@@ -130,14 +139,14 @@ class _Shown(reprlib.Repr):
         self.maxstring, self.maxlong, self.maxother = 120, 60, 200
 
     def repr_int(self, x: int, level: int) -> str:
-        """Show an integer; Python refuses to print those of more than some thousand digits."""
+        """Show an integer; Python refuses to print integers of several thousand digits."""
         if x.bit_length() > 10_000:
             return f"<an integer of {x.bit_length()} bits>"
         return super().repr_int(x, level)
 
 
 def shown(value: object) -> str:
-    """Return a value as messages show it: its repr, shortened if it is long.
+    """Return the repr of a value for a message, shortened if it is long.
 
     >>> len(shown("x" * 10**6))
     120
@@ -146,7 +155,7 @@ def shown(value: object) -> str:
 
 
 def cut(text: str, most: int = 300) -> str:
-    """Return a text, without its middle if it is longer than ``most`` characters.
+    """Return a text, with "..." for its middle if it is longer than ``most`` characters.
 
     >>> cut("0123456789", most=7)
     '01...89'
@@ -168,7 +177,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def reason(error: Exception) -> str:
-    """Return the message of a model's, a loss's or torch's error, shortened, with a remedy for some."""
+    """Return the message of an error of a model, a loss or torch: shortened, and with a remedy if known."""
     message = cut(str(error), 600)
     if "Expected more than 1 value per channel" in message:
         message += (

@@ -1,4 +1,4 @@
-"""Make text from outside (labels, titles, a client's messages) safe for the place that shows it."""
+"""Make text of unknown origin (labels, titles, messages of clients) safe for the place that shows it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MARKDOWN = str.maketrans({**{sign: f"\\{sign}" for sign in "\\|`*[]"}, "<": "&l
 
 
 def printable(text: object, limit: int | None = None) -> str:
-    """Return text as one line that is harmless in a terminal or a log: control characters as escapes.
+    """Return text as one line that is harmless in a terminal or a log: control characters are escaped.
 
     >>> printable("FedAvg\\x1b[2J\\n")
     'FedAvg\\\\x1b[2J\\\\n'
@@ -59,7 +59,7 @@ def markdown(text: str) -> str:
 
 
 def csv_cell(text: str) -> str:
-    """Escape text for CSV: a single quote precedes text that a spreadsheet would read as a formula.
+    """Escape text for CSV: a single quote goes before text that a spreadsheet would read as a formula.
 
     >>> csv_cell("=1+1"), csv_cell("FedAvg")
     ("'=1+1", 'FedAvg')
@@ -68,7 +68,7 @@ def csv_cell(text: str) -> str:
 
 
 def csv_bytes(table: pd.DataFrame) -> bytes:
-    """Return the bytes of a CSV file of a table: numbers unchanged, text escaped by ``csv_cell``."""
+    """Return a table as a CSV file: numbers unchanged, text escaped by ``csv_cell``."""
     safe = table.copy()
     for name, column in table.items():
         if any(isinstance(value, str) for value in column):

@@ -12,13 +12,13 @@ from collections.abc import Callable
 from types import NoneType
 from typing import Any
 
-from fadamgc.errors import InputError, real, shown
+from fadamgc.errors import not_accepted, real
 
 LARGEST_EXACT = 2**53  # integers up to this value are exact as floats
 
 
 def check_fields(instance: Any) -> None:
-    """Check and normalise every field that has a rule; to be called in ``__post_init__``."""
+    """Check and normalise the values of all fields made by this module; call it in ``__post_init__``."""
     for field in dataclasses.fields(instance):
         rule = field.metadata.get("rule")
         if rule is not None:
@@ -28,27 +28,27 @@ def check_fields(instance: Any) -> None:
 
 def positive(default: float) -> Any:
     """Declare a finite number > 0."""
-    return _field(default, lambda v: _is_finite(v) and v > 0, "a number > 0")
+    return _number(default, lambda v: v > 0, "a number > 0")
 
 
 def nonnegative(default: float) -> Any:
     """Declare a finite number >= 0."""
-    return _field(default, lambda v: _is_finite(v) and v >= 0, "a number >= 0")
+    return _number(default, lambda v: v >= 0, "a number >= 0")
 
 
 def optional_nonnegative(default: float | None = None) -> Any:
     """Declare a finite number >= 0, or None."""
-    return _field(default, lambda v: v is None or (_is_finite(v) and v >= 0), "None or a number >= 0")
+    return _number(default, lambda v: v >= 0, "None or a number >= 0", optional=True)
 
 
 def decay(default: float) -> Any:
     """Declare a decay rate, 0 <= beta < 1."""
-    return _field(default, lambda v: _is_finite(v) and 0 <= v < 1, "a number with 0 <= value < 1")
+    return _number(default, lambda v: 0 <= v < 1, "a number with 0 <= value < 1")
 
 
 def share(default: float) -> Any:
-    """Declare a share, 0 < beta <= 1."""
-    return _field(default, lambda v: _is_finite(v) and 0 < v <= 1, "a number with 0 < value <= 1")
+    """Declare a share, 0 < share <= 1."""
+    return _number(default, lambda v: 0 < v <= 1, "a number with 0 < value <= 1")
 
 
 def choice(*options: str) -> Any:
@@ -64,8 +64,18 @@ def flag(default: bool) -> Any:
 
 def options(field: dataclasses.Field[Any]) -> tuple[Any, ...]:
     """Return the values that a ``choice`` or ``flag`` accepts; () for every other field."""
-    found: tuple[Any, ...] = field.metadata.get("options", ())
-    return found
+    values: tuple[Any, ...] = field.metadata.get("options", ())
+    return values
+
+
+def _number(default: object, in_range: Callable[[Any], bool], accepted: str, optional: bool = False) -> Any:
+    def accepts(value: Any) -> bool:
+        number = real(value)
+        if number is None:
+            return optional and value is None
+        return math.isfinite(number) and in_range(value)
+
+    return _field(default, accepts, accepted)
 
 
 def _field(
@@ -73,15 +83,10 @@ def _field(
 ) -> Any:
     def rule(name: str, value: Any) -> Any:
         if not accepts(value):
-            raise InputError(f"{name}={shown(value)} is not accepted; it must be {accepted}")
+            raise not_accepted(name, value, accepted)
         plain = isinstance(value, (int, float, str, NoneType))
         if plain and not (isinstance(value, int) and value > LARGEST_EXACT):
             return value
-        return float(value)  # a numpy number, or an integer that torch cannot take
+        return float(value)  # a numpy number, or an integer that is too large for torch
 
     return dataclasses.field(default=default, metadata={"rule": rule, "options": options})
-
-
-def _is_finite(value: object) -> bool:
-    number = real(value)
-    return number is not None and math.isfinite(number)

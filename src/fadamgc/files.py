@@ -22,23 +22,16 @@ from filelock import FileLock, Timeout
 from fadamgc.errors import CheckpointError, CheckpointInUseError, UnwritableError, cut, shown
 
 LOCK = ".lock"
-DAY = 24 * 3600  # seconds after which a temporary file of another machine is a leftover
-XDG = {
-    "cache": ("XDG_CACHE_HOME", "~/.cache"),
-    "config": ("XDG_CONFIG_HOME", "~/.config"),
-    "state": ("XDG_STATE_HOME", "~/.local/state"),
-}
+DAY = 24 * 3600  # in seconds; a temporary file of another machine that is older is a leftover
+XDG = {"cache": "~/.cache", "config": "~/.config", "state": "~/.local/state"}  # defaults
 
-_being_written: set[str] = set()  # names of temporary files of this process
+_being_written: set[str] = set()  # names of this process's temporary files
 
 
 def write_atomic(path: Path, data: bytes | Callable[[BinaryIO], object], private: bool = False) -> None:
     """Write a file so that readers see either the old or the new content, even after a crash.
 
-    Args:
-        path: the file.
-        data: the content, or a function that writes it.
-        private: at no moment can anybody but the user read the file.
+    ``data`` is the content or a function that writes it. With ``private``, only the user can ever read it.
     """
     with replacing(path.parent, path.name, private) as (file, finish):
         if callable(data):
@@ -51,7 +44,7 @@ def write_atomic(path: Path, data: bytes | Callable[[BinaryIO], object], private
 
 @contextmanager
 def replacing(folder: Path, name: str, private: bool) -> Iterator[tuple[BinaryIO, Callable[[Path], None]]]:
-    """Open a temporary file; yield it with a function that closes the complete file and renames it."""
+    """Open a temporary file; yield it, and a function that closes it and moves it to a path."""
     temporary = folder / f".{name}.{os.getpid()}-{this_machine()}-{secrets.token_hex(4)}.tmp"
     _being_written.add(temporary.name)
     try:
@@ -84,9 +77,9 @@ def sync_folder(folder: Path) -> None:
 
 
 def remove_leftovers(folder: Path, name: str) -> None:
-    """Remove temporary files for a name that killed processes left; those of running processes stay.
+    """Remove the temporary files that killed processes left of a file; those of running processes stay.
 
-    Files of another machine or container stay for a day, because its processes cannot be seen from here.
+    Temporary files of another machine or container stay for a day: its processes cannot be seen from here.
     """
     for path in folder.glob(f".{glob.escape(name)}*.tmp"):
         owner = re.fullmatch(r".*\.(\d+)-([0-9a-f]{8})-[0-9a-f]{8}\.tmp", path.name)
@@ -113,29 +106,25 @@ def _alive(pid: int) -> bool:
     """Whether another process has this number (for this process, see ``_being_written``)."""
     if pid == os.getpid():
         return False
-    if os.name == "nt":
-        return True  # unknown: on Windows, os.kill would end the process
     try:
-        os.kill(pid, 0)
+        if os.name != "nt":  # on Windows, os.kill would end the process
+            os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
         return False
     except OSError:
-        return True  # a process of another user, or unknown
+        pass  # a process of another user, or unknown
     return True
 
 
 def user_folder(kind: Literal["cache", "config", "state"]) -> Path:
-    """Return the package's folder in the user's folder of a kind: $XDG_CACHE_HOME/fadamgc and so on."""
-    variable, default = XDG[kind]
-    return Path(os.environ.get(variable) or default).expanduser() / "fadamgc"
+    """Return this package's folder in a folder of the user, such as $XDG_CACHE_HOME/fadamgc."""
+    return Path(os.environ.get(f"XDG_{kind.upper()}_HOME") or XDG[kind]).expanduser() / "fadamgc"
 
 
 def make_folder(folder: Path, private: bool = False) -> None:
-    """Make a folder and check that it can be written to, before work is done for it.
+    """Make a folder, or check that an existing one can be written to, before work is done for it.
 
-    Args:
-        folder: the folder; an existing one keeps its permissions.
-        private: only the user can enter a folder that is made here.
+    With ``private``, only the user can enter a new folder; an existing one keeps its permissions.
     """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -160,9 +149,8 @@ def private_folder(folder: Path) -> None:
 
 def unwritable(path: Path, error: OSError | ValueError) -> UnwritableError:
     """Return the error for a folder or a file that cannot be written, such as on a full disk."""
-    if isinstance(error, ValueError):
-        return UnwritableError(f"{shown(str(path))} cannot be written: {error}")
-    return UnwritableError(f"{cut(str(path))} cannot be written: {error.strerror or error}")
+    name = shown(str(path)) if isinstance(error, ValueError) else cut(str(path))
+    return UnwritableError(f"{name} cannot be written: {getattr(error, 'strerror', None) or error}")
 
 
 def lock(folder: Path, seconds: float = 0.0) -> ExitStack:
@@ -170,12 +158,8 @@ def lock(folder: Path, seconds: float = 0.0) -> ExitStack:
 
     A process that is killed releases its locks. Two runs in one process exclude each other as well.
 
-    Args:
-        folder: the folder.
-        seconds: how long to wait for another run to release it.
-
     Raises:
-        CheckpointInUseError: the folder is still locked by another run.
+        CheckpointInUseError: another run still has the lock after ``seconds``.
         UnwritableError: the lock file cannot be written.
     """
     stack = ExitStack()
@@ -193,7 +177,7 @@ def lock(folder: Path, seconds: float = 0.0) -> ExitStack:
 
 
 def as_json(value: Any) -> Any:
-    """Return a value as it is after writing and reading JSON: tuples as lists, at every depth."""
+    """Return a value as it would be read back from JSON: tuples become lists, at every depth."""
     if isinstance(value, dict):
         return {key: as_json(item) for key, item in value.items()}
     return [as_json(item) for item in value] if isinstance(value, (tuple, list)) else value

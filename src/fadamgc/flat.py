@@ -1,7 +1,7 @@
-"""The trainable parameters of a module as one flat vector, separate from everything else.
+"""The trainable parameters of a module as one flat vector x.
 
 x         the trainable parameters, in the order of ``module.parameters()``
-buffers   buffers that training changes (BatchNorm statistics): averaged, never corrected
+buffers   buffers that training changes (BatchNorm's statistics): averaged over clients
 fixed     frozen parameters, and buffers that training does not change: neither trained nor sent
 """
 
@@ -11,6 +11,7 @@ import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,36 +30,35 @@ class Flat:
     def of(cls, module: nn.Module) -> Flat:
         """Return the layout of a module's trainable parameters."""
         parameters = list(module.parameters())
-        name = f"model={type(module).__name__}"
+        model = f"model={type(module).__name__}"
         if any(nn.parameter.is_lazy(p) for p in parameters):
-            raise InputError(f"{name} has lazy parameters without a shape; run it once on a batch")
+            raise InputError(f"{model} has lazy parameters without a shape; run it once on a batch")
         trainable = [(key, p) for key, p in module.named_parameters() if p.requires_grad]
         if not trainable:
-            total = sum(p.numel() for p in parameters)
+            frozen = sum(p.numel() for p in parameters)
             raise InputError(
-                f"{name} has no trainable parameters ({total} frozen ones); set requires_grad=True on "
+                f"{model} has no trainable parameters ({frozen} frozen ones); set requires_grad=True on "
                 "those to be trained"
             )
         dtypes = {p.dtype for _, p in trainable}
         if len(dtypes) > 1:
             raise InputError(
-                f"{name} has trainable parameters of types {sorted(map(str, dtypes))}; all must be the same"
+                f"{model} has trainable parameters of types {sorted(map(str, dtypes))}; use a single type"
             )
         if any(p.device.type == "meta" for p in parameters):
             raise InputError(
-                f"{name} has parameters on the device 'meta', where they have no values; make it on a real "
-                "device"
+                f"{model} has parameters on the device 'meta', where they have no values; use a real device"
             )
         (dtype,) = dtypes
         if not dtype.is_floating_point:
             raise InputError(
-                f"{name} has trainable parameters of type {dtype}; use a real type such as torch.float32"
+                f"{model} has trainable parameters of type {dtype}; use a real type such as torch.float32"
             )
         return cls(tuple(key for key, _ in trainable), tuple(p.shape for _, p in trainable))
 
     @property
     def sizes(self) -> list[int]:
-        """The number of numbers in each parameter."""
+        """The length of each parameter in the flat vector."""
         return [math.prod(shape) for shape in self.shapes]
 
     @property
@@ -74,23 +74,18 @@ class Flat:
     def unflatten(self, x: Tensor) -> dict[str, Tensor]:
         """Return views into x by parameter name; gradients flow through them."""
         pieces = torch.split(x, self.sizes)
-        return {
-            name: piece.view(shape)
-            for name, piece, shape in zip(self.names, pieces, self.shapes, strict=True)
-        }
+        views = (piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=True))
+        return dict(zip(self.names, views, strict=True))
 
     def copy(self, module: nn.Module) -> nn.Module:
-        """Return a copy of a module that shares the memory of its frozen parameters."""
-        shared: dict[int, nn.Parameter] = {
-            id(p): nn.Parameter(p.data, requires_grad=False)
-            for name, p in module.named_parameters()
-            if name not in self.names
-        }
+        """Return a copy of a module; frozen parameters stay in the same memory."""
+        frozen = [p for name, p in module.named_parameters() if name not in self.names]
+        shared: dict[int, Any] = {id(p): nn.Parameter(p.data, requires_grad=False) for p in frozen}
         return copy.deepcopy(module, shared)
 
     @torch.no_grad()
     def load(self, module: nn.Module, x: Tensor, buffers: Mapping[str, Tensor] | None = None) -> None:
-        """Copy x, and buffers if any, into the module."""
+        """Copy x, and buffers if given, into the module."""
         if x.shape != (self.d,):
             raise InputError(f"x of shape {tuple(x.shape)} does not fit a model of {self.d} numbers")
         parameters = dict(module.named_parameters())

@@ -1,4 +1,4 @@
-"""Mathematics that more than one algorithm uses."""
+"""Mathematics that several algorithms share."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from fadamgc.algorithm import Flag
 
 
 def ema(old: Tensor, new: Tensor, beta: float) -> Tensor:
-    """Exponential moving average, beta * old + (1 - beta) * new."""
+    """Return the exponential moving average beta * old + (1 - beta) * new."""
     return beta * old + (1 - beta) * new
 
 
 def adam_ratio(m: Tensor, v: Tensor, eps: float) -> Tensor:
-    """Adam's direction m / (sqrt(v) + eps); 0 where the denominator is 0 (possible only with eps = 0)."""
+    """Return Adam's direction m / (sqrt(v) + eps); 0 where the denominator is 0, which requires eps = 0."""
     if eps > 0:
         return m / (v.sqrt() + eps)
     return torch.where(v > 0, m / v.sqrt(), 0.0)
 
 
 def select(flag: Flag, yes: Tensor, no: Tensor) -> Tensor:
-    """Return ``yes`` if the flag is set, else ``no``; executors may pass the flag as a tensor."""
+    """Return ``yes`` if the flag is true, else ``no``; fast executors pass the flag as a tensor."""
     if isinstance(flag, bool):
         return yes if flag else no
     return torch.where(flag, yes, no)
 
 
 def number(x: Tensor, value: float = 0.0) -> Tensor:
-    """One number as a tensor of shape (1,), of the type and on the device of x."""
+    """Return a number as a tensor of shape (1,), of the type and on the device of x."""
     return x.new_full((1,), value)

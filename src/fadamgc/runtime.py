@@ -1,4 +1,4 @@
-"""Threads, memory and torch's global random numbers: what a computation shares with its process."""
+"""What all computations of a process share: memory, threads and torch's global random numbers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_b
 
 
 def memory() -> int | None:
-    """Bytes of memory that this process may use: the machine's, or a lower limit; None if unknown."""
+    """Return the bytes of memory that this process may use; None if unknown."""
     limits = [_physical(), _address_space(), *map(_cgroup, CGROUPS)]
     return min((limit for limit in limits if limit is not None), default=None)
 
@@ -46,7 +46,7 @@ def _cgroup(path: str) -> int | None:
 
 
 def check_room(what: str, size: int) -> None:
-    """Refuse arrays of ``size`` bytes if the machine has less memory; ``what`` names who asked for them."""
+    """Refuse arrays of ``size`` bytes if the machine has less memory; ``what`` is the setting to blame."""
     available = memory()
     if available is not None and size > available:
         raise InputError(
@@ -57,7 +57,7 @@ def check_room(what: str, size: int) -> None:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed torch's global generator temporarily, and restore its state on exit.
+    """Seed torch's global generator in a ``with`` block; restore its state afterwards.
 
     >>> with seeded(3):
     ...     first = torch.rand(2)
@@ -75,7 +75,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Limit torch to a single thread temporarily."""
+    """Limit torch to a single thread in a ``with`` block."""
     before = torch.get_num_threads()
     if before == 1:
         yield
@@ -88,10 +88,10 @@ def one_thread() -> Iterator[None]:
 
 
 def single_threads(count: int) -> ThreadPoolExecutor:
-    """Start a pool of ``count`` workers, in each of which torch uses a single thread."""
+    """Start a pool of ``count`` threads, in each of which torch uses no other thread."""
     before = torch.get_num_threads()
     pool = ThreadPoolExecutor(count, thread_name_prefix="fadamgc", initializer=_use_one_thread)
-    # Start every worker now: torch.set_num_threads in a worker also changes the default for threads that are
+    # Start all threads now: torch.set_num_threads in a thread also changes the default for threads that are
     # created later, so the default is restored below.
     barrier = threading.Barrier(count)
     list(pool.map(lambda _: barrier.wait(), range(count)))
@@ -101,4 +101,4 @@ def single_threads(count: int) -> ThreadPoolExecutor:
 
 def _use_one_thread() -> None:
     torch.set_num_threads(1)
-    torch.get_num_threads()  # fixes this thread's number now; otherwise torch reads it at first use
+    torch.get_num_threads()  # torch stores the number for this thread now, not at first use

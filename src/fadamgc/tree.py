@@ -1,11 +1,11 @@
 """States as trees: NamedTuples of tensors, which may contain NamedTuples.
 
-Arguments of a computation may also contain lists and dicts of tensors, and None, which has no leaves.
-
 leaves(state)                 the tensors, in the order of the fields
 rebuild(like, tensors)        a state with the same fields and other tensors
 map_leaves(function, state)   a state whose tensors are function(tensor)
 names(state)                  "y", "moments.m", ...: one name per leaf, for files and messages
+
+All functions except those with names also accept lists, dicts and None (which has no leaves).
 """
 
 from __future__ import annotations
@@ -20,19 +20,17 @@ StateT = TypeVar("StateT")
 
 def leaves(state: Any) -> list[Tensor]:
     """Return the tensors of a state, depth first."""
-    return list(_leaves(state))
-
-
-def _leaves(state: Any) -> Iterator[Tensor]:
-    if isinstance(state, (tuple, list, dict)):
-        for part in state.values() if isinstance(state, dict) else state:
-            yield from _leaves(part)
-    elif state is not None:
-        yield state
+    if state is None:
+        return []
+    if isinstance(state, dict):
+        state = tuple(state.values())
+    if isinstance(state, (tuple, list)):
+        return [leaf for part in state for leaf in leaves(part)]
+    return [state]
 
 
 def rebuild(like: StateT, tensors: Iterable[Any]) -> StateT:
-    """Return a state with the fields of ``like`` and one of ``tensors`` for each of its leaves.
+    """Return a state with the fields of ``like`` whose leaves are ``tensors``, in the same order.
 
     >>> from typing import NamedTuple
     >>> class Point(NamedTuple):
@@ -73,21 +71,20 @@ def skeleton(state: StateT) -> StateT:
     return map_leaves(lambda _: 0, state)
 
 
-def names(state: Any) -> list[str]:
-    """Return one name per leaf; the fields of a nested state follow its own name and a dot."""
-    found = []
+def names(state: Any, prefix: str = "") -> list[str]:
+    """Return one name per leaf: ``prefix``, the names of the states around it, and its own."""
+    result: list[str] = []
     for field, value in zip(state._fields, state, strict=True):
-        found += [f"{field}.{name}" for name in names(value)] if isinstance(value, tuple) else [field]
-    return found
+        name = f"{prefix}.{field}" if prefix else field
+        result += names(value, name) if isinstance(value, tuple) else [name]
+    return result
 
 
 def named_leaves(state: Any, prefix: str = "") -> dict[str, Tensor]:
-    """Return the leaves by name; ``prefix`` and a dot come before each name if it is given."""
-    start = f"{prefix}." if prefix else ""
-    return {start + name: leaf for name, leaf in zip(names(state), leaves(state), strict=True)}
+    """Return the leaves by their ``names``."""
+    return dict(zip(names(state, prefix), leaves(state), strict=True))
 
 
 def from_names(like: StateT, tensors: Mapping[str, Tensor], prefix: str = "") -> StateT:
-    """Return a state with the fields of ``like`` from tensors by name; the inverse of ``named_leaves``."""
-    start = f"{prefix}." if prefix else ""
-    return rebuild(like, [tensors[start + name] for name in names(like)])
+    """Return a state with the fields of ``like``, from tensors by name; the inverse of ``named_leaves``."""
+    return rebuild(like, [tensors[name] for name in names(like, prefix)])

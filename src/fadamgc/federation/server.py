@@ -112,8 +112,8 @@ class Federation:
     def who(self, available: Iterable[int] | None = None) -> Draw:
         """Return who takes part in the next round, out of the clients that are available (None: all)."""
         s, t = self.settings, self.t + 1
-        present = list(range(self.n)) if available is None else sorted(set(available))
-        if len(present) == self.n:
+        present = None if available is None else sorted(set(available))
+        if present is None or len(present) == self.n:
             return s.who(t, self.n)
         if s.schedule is not None:
             planned = s.who(t, self.n)

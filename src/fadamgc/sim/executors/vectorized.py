@@ -162,17 +162,9 @@ class VectorizedExecutor:
         # A sum is finite only if all its numbers are; the engine checks again where a sum has overflowed.
         sums = [t.reshape(C, -1).sum(dim=1) for t in (*leaves(state), *leaves(up))]
         finite = torch.stack(sums).isfinite().all(dim=0).tolist()
-        return [
-            Result(
-                job,
-                state=map_leaves(torch.clone, _row(state, c)),  # a row would keep the whole block in memory
-                up=_row(up, c),
-                buffers={name: value[c] for name, value in progress.buffers.items()},
-                loss=loss[c],
-                finite=finite[c],
-            )
-            for c, job in enumerate(jobs)
-        ]
+        states = _unstack(state, C, torch.clone)  # a row itself would keep the whole block in memory
+        columns = (jobs, states, _unstack(up, C), _unstack(progress.buffers, C), loss.unbind(), finite)
+        return [Result(*row) for row in zip(*columns, strict=True)]
 
     def _steps(
         self, math: BlockMath, kind: _Kind, inputs: Inputs, progress: Progress, batches: Batch, part: int
@@ -231,8 +223,10 @@ class VectorizedExecutor:
         return entry
 
 
-def _row(state: Any, c: int) -> Any:
-    return map_leaves(lambda t: t[c], state)
+def _unstack(state: Any, clients: int, convert: Callable[[Tensor], Tensor] = lambda row: row) -> list[Any]:
+    """Return one state per client, the inverse of stacking."""
+    columns = [[convert(row) for row in t.unbind()] for t in leaves(state)]
+    return [rebuild(state, [column[c] for column in columns]) for c in range(clients)]
 
 
 def _recorded(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Callable[..., Any]:
