@@ -290,7 +290,7 @@ def test_the_shell_sees_a_message_and_an_exit_code(tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 @pytest.mark.parametrize("workers", [1, 2])
-def test_an_interrupt_keeps_what_is_finished_and_says_how_to_go_on(spec, tmp_path, workers):
+def test_an_interrupt_keeps_finished_runs_and_says_how_to_resume(spec, tmp_path, workers):
     options = ("--seeds", 1000, "--out", tmp_path / "out", "--workers", workers)
     child = process("run", spec, *options, start_new_session=True, preexec_fn=hear_interrupts)
     try:
@@ -328,7 +328,7 @@ def test_a_refused_command_overwrites_nothing(done, spec, tmp_path):
     assert {path: path.read_bytes() for path in done.rglob("*") if path.is_file()} == before
 
 
-def test_if_all_runs_diverge_the_reason_is_said(tmp_path):
+def test_if_all_runs_diverge_the_reason_is_printed(tmp_path):
     path = tmp_path / "spec.toml"
     path.write_text(TINY.split("[[method]]")[0] + '[[method]]\nalgorithm = "fedavg"\neta_l = 1e30\n')
     result = fadamgc("run", path, "--out", tmp_path / "out", "--workers", 1, "--quiet")
@@ -347,7 +347,7 @@ def test_names_with_brackets_are_names(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_terminal_without_signs_for_it(done):
+def test_a_terminal_that_cannot_print_some_characters(done):
     child = process("report", done, env=os.environ | {"PYTHONIOENCODING": "ascii"})
     out, err = child.communicate(timeout=60)
     assert child.returncode == 0, err

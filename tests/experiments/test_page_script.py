@@ -93,7 +93,7 @@ def test_the_script_of_the_page_draws_negative_numbers(copy):
     assert plot["traces"][1]["y"] == [-2.0] * 6
 
 
-def test_the_page_has_no_number_that_json_has_not(copy):
+def test_the_page_has_only_numbers_that_json_allows(copy):
     forge(copy, [1e-4, 1e-4], simulated_seconds=math.inf)
     results = read_results(copy)
     (copy / "report.html").write_text(page("title", [ReportedExperiment("title", results)]))

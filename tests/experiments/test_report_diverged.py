@@ -110,7 +110,7 @@ def test_numbers_too_large_to_add_have_a_mean():
     assert Spread.of([math.inf, 1.0, 3.0]).mean == 2.0
 
 
-def test_a_run_that_stopped_is_diverged_also_in_what_is_kept(copy, tmp_path):
+def test_a_run_that_stopped_is_diverged_in_kept_records_too(copy, tmp_path):
     spec = spec_of(1e30)
     folder = tmp_path / "stopped"
     assert len(run_spec(spec, folder, workers=1, quiet=True)) == 2

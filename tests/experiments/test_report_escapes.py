@@ -117,7 +117,7 @@ def test_the_name_of_the_metric_is_escaped(copy):
 
 
 @pytest.mark.parametrize("start", ["=", "+", "-", "@"])
-def test_labels_are_no_formulas_in_csv(copy, start):
+def test_labels_are_not_formulas_in_csv(copy, start):
     label = start + HOSTILE["csv"][1:]
     results = hostile(copy, label)
     for name in ("results.csv", "curves.csv"):

@@ -44,7 +44,7 @@ def test_latex_is_as_precise_as_markdown_and_has_the_final_metric(copy):
     assert results_table(results).rows[0][3].text.replace("±", r"\pm") in plain
 
 
-def test_where_there_is_no_target_nothing_is_never_reached(tmp_path):
+def test_without_a_target_nothing_is_called_never_reached(tmp_path):
     spec = parse_spec(SPEC.replace("ETA", "0.05").replace("target = 1e-3\n", ""), "test")
     run_spec(spec, tmp_path, workers=1, quiet=True)
     results = write_report(tmp_path)

@@ -24,7 +24,7 @@ from fadamgc.tasks.build import build_task
 from tiny_experiments import QUADRATICS, TINY, records, spec_of
 
 
-def test_every_run_is_saved_with_the_spec_and_the_picture(done):
+def test_every_run_is_saved_with_the_spec_and_the_figure(done):
     spec = spec_of(TINY)
     assert load_spec(done / "spec.toml") == spec
     names = ["localadam-seed0", "localadam-seed1", "fadamgc-all-tracked-seed0", "fadamgc-all-tracked-seed1"]
@@ -70,7 +70,7 @@ def test_resume_keeps_what_is_finished_and_equal(done, tmp_path, monkeypatch):
     assert len(made) == 4
 
 
-def test_resume_may_add_and_may_not_take_away(tmp_path):
+def test_resume_may_add_and_may_not_remove(tmp_path):
     spec = spec_of(TINY).replace("run", rounds=1)
     run_spec(spec, tmp_path, workers=1, quiet=True)
     for other, message in (
@@ -141,7 +141,7 @@ def test_what_cannot_run_is_refused_before_any_work(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_disk_without_room_is_named_before_any_work(tmp_path, monkeypatch):
+def test_too_little_disk_space_is_named_before_any_work(tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(total=10**9, free=20_000))
     with pytest.raises(
         InputError, match=r"is on a disk with 20 kB free; the runs need about \d+ kB .*to keep"
@@ -224,7 +224,7 @@ def test_a_folder_in_which_a_killed_process_left_temporary_files_is_empty(tmp_pa
     assert all(job.saved() for job in ExperimentFolder(tmp_path).plan(spec_of(TINY)))
 
 
-def test_where_there_is_no_terminal_lines_say_how_long_it_will_take(tmp_path, capsys):
+def test_without_a_terminal_lines_show_the_remaining_time(tmp_path, capsys):
     run_spec(spec_of(TINY), tmp_path, workers=1)
     preparing, checking, *lines = capsys.readouterr().err.splitlines()
     assert (preparing, checking) == ("preparing digits ...", "checking 2 methods ...")
@@ -247,7 +247,7 @@ def test_a_run_that_diverges_does_not_stop_the_others(tmp_path):
 # A run that is stopped in the middle.
 
 
-def test_a_stopped_run_goes_on_where_it_was(tmp_path):
+def test_a_stopped_run_resumes(tmp_path):
     spec = spec_of(TINY.replace("rounds = 3", "rounds = 60", 1))
     job = ExperimentFolder(tmp_path).plan(spec)[-1]
     whole = simulate(**execution.arguments(job, build_task(job.task, job.seed)), progress=False)
@@ -275,7 +275,7 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path):
     assert [p.name for p in job.folder.iterdir()] == ["run.json"]
 
 
-def test_a_checkpoint_of_other_settings_is_not_gone_on_from(tmp_path):
+def test_a_checkpoint_of_other_settings_is_not_resumed(tmp_path):
     spec = spec_of(TINY.replace("rounds = 3", "rounds = 30", 1))
     job = ExperimentFolder(tmp_path).plan(spec)[-1]
     answers = iter([False] * 26 + [True])

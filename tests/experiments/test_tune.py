@@ -45,7 +45,7 @@ def test_tuning_never_sees_the_test_data(tmp_path, monkeypatch):
     assert [m.hyperparameters["eta_l"] for m in tuned.spec.methods] == [0.01, 0.01]
 
 
-def test_the_held_out_data_are_no_test_data():
+def test_the_held_out_data_are_not_test_data():
     task = build_task(spec_of(TINY).task, 0, validation=0.25)
     seen = torch.cat([*(x for x, _ in task.pairs), task.test_pair[0]])
     assert len(seen) == 1437
@@ -53,7 +53,7 @@ def test_the_held_out_data_are_no_test_data():
     assert not test & {row.numpy().tobytes() for row in seen}
 
 
-def test_tuning_goes_on_where_it_stopped(tmp_path, monkeypatch):
+def test_tuning_resumes(tmp_path, monkeypatch):
     (tmp_path / "out").mkdir()
     spec = spec_of(QUADRATICS).replace("tune", eta_l=(0.01, 0.05))
     first = tune(spec, tmp_path / "out", workers=1, quiet=True)

@@ -109,7 +109,7 @@ def test_the_local_form_needs_everybody(options, message):
 
 
 @pytest.mark.parametrize("value", [10**400, -(10**400), 10**5000], ids=["400", "-400", "5000"])
-def test_integers_that_are_no_floats_are_refused(value):
+def test_integers_too_large_for_a_float_are_refused(value):
     for make in (
         lambda: fadamgc.FAdamGC(eta_l=value),
         lambda: fadamgc.CostModel(up_mbps=value),

@@ -265,7 +265,7 @@ def test_a_reply_to_another_nodes_message_is_refused(tmp_path):
     assert "is not to the message it was sent" in strategy.coordinator.refusals[0]
 
 
-def test_threads_do_not_ask_twice_for_what_is_under_way(tmp_path):
+def test_threads_do_not_request_a_message_twice(tmp_path):
     task = class_task(sizes=SIZES)
     grid = Stalled(app_of(task), tmp_path, 3)
     box = ThreadInbox(grid)

@@ -102,7 +102,7 @@ def test_the_runtime_api_serves_what_training_needs(launch):
 @pytest.mark.parametrize(
     ("status", "shut"), [(401, True), (403, True), (200, False), (404, False), (500, False)]
 )
-def test_a_door_that_is_not_shut_is_noticed(status, shut):
+def test_an_api_that_serves_strangers_is_noticed(status, shut):
     from fadamgc.flower.access import check_refusals
 
     class Door(BaseHTTPRequestHandler):

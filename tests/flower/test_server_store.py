@@ -33,7 +33,7 @@ def test_what_a_killed_server_left_while_it_read_a_checkpoint_is_removed(tmp_pat
 # Going back.
 
 
-def test_the_last_checkpoints_are_kept_and_can_be_gone_back_to(tmp_path):
+def test_the_last_checkpoints_are_kept_and_can_be_restored(tmp_path):
     world = World(tmp_path, sampled=3, tracked=3, rounds=9)
     x = {}
     for t in range(1, 6):
@@ -67,7 +67,7 @@ def test_the_last_checkpoints_are_kept_and_can_be_gone_back_to(tmp_path):
     world.round()
 
 
-def test_the_config_says_what_is_bounded_and_where_to_go_back_to(tmp_path):
+def test_the_config_sets_bounds_and_the_round_to_restore(tmp_path):
     task = class_task(sizes=SIZES)
     config = {"experiment": "test", "local-steps": 3, "rounds": 4, "checkpoints": 2}
 
@@ -88,7 +88,7 @@ def test_the_config_says_what_is_bounded_and_where_to_go_back_to(tmp_path):
     assert limits == (None, 50, None)
 
 
-def test_a_damaged_checkpoint_can_be_gone_back_from(tmp_path):
+def test_a_federation_with_a_damaged_checkpoint_can_be_restored(tmp_path):
     world = World(tmp_path, sampled=3, tracked=3, rounds=9)
     for _ in range(3):
         world.round()
@@ -132,7 +132,7 @@ def test_one_checkpoint_is_enough_for_those_who_want_no_more(tmp_path):
         world.start(checkpoints=0)
 
 
-def test_an_algorithm_that_begins_with_gradients_cannot_go_back(tmp_path):
+def test_an_algorithm_that_begins_with_gradients_cannot_be_restored(tmp_path):
     world = World(tmp_path, fadamgc.FAdamGC(init="gradient"))
     world.setup()
     world.round()

@@ -102,7 +102,7 @@ def test_a_client_that_fails_does_not_stop_the_others(tmp_path):
     assert len(records) == 3
 
 
-def test_a_node_that_comes_back_under_another_number_goes_on(tmp_path):
+def test_a_node_that_returns_under_another_number_continues(tmp_path):
     task, grid, strategy = make(tmp_path, rounds=4)
 
     def renumber(record):
@@ -146,7 +146,7 @@ def test_too_few_answers_change_nothing(tmp_path):
     assert torch.equal(again.coordinator.server.x, run.x)
 
 
-def test_a_server_that_is_started_again_goes_on(tmp_path):
+def test_a_restarted_server_resumes(tmp_path):
     task, grid, strategy = make(tmp_path, rounds=5, sampled=2, tracked=1)
 
     def killed(record):
@@ -205,7 +205,7 @@ def test_what_cannot_be_read_ends_no_run(tmp_path):
     assert {i for r in strategy.coordinator.history for i in r.sampled} == {0, 2}
 
 
-def test_a_reply_that_is_still_under_way_is_not_waited_for(tmp_path):
+def test_a_reply_that_is_still_arriving_is_not_waited_for(tmp_path):
     _, grid, strategy = make(tmp_path, min_clients=1, rounds=1)
     grid = Broken(grid.app, tmp_path, 3)
     grid.slow = {("train", 2)}
@@ -242,7 +242,7 @@ def test_two_nodes_that_say_they_are_one_client(tmp_path, caplog):
     assert torch.equal(strategy.coordinator.server.x, run.x)
 
 
-def test_a_node_that_cannot_start_is_told_of_once_and_not_asked_all_the_time(tmp_path, caplog):
+def test_a_node_that_cannot_start_is_reported_once_and_not_asked_all_the_time(tmp_path, caplog):
     _, grid, strategy = make(tmp_path, min_clients=3, wait_timeout=1.0)
     honest = grid.app
 
@@ -331,7 +331,7 @@ def test_a_node_that_is_nobody_is_not_asked(tmp_path, caplog):
     assert "a node says it is client 9; clients are 0 to 2" in caplog.text
 
 
-def test_what_goes_wrong_at_a_client_is_said_at_the_server(tmp_path, caplog):
+def test_an_error_of_a_client_is_logged_at_the_server(tmp_path, caplog):
     _, grid, strategy = make(tmp_path)
     strategy._wait(grid, 3)
     for path in (tmp_path / "node-1" / "test" / "client-1").glob("*"):

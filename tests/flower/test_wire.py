@@ -153,7 +153,7 @@ def test_a_request_that_cannot_be_understood_is_refused(key, value, said):
         read_request(content)
 
 
-def test_replies_that_are_none_are_refused():
+def test_messages_that_are_not_replies_are_refused():
     with pytest.raises(RefusedError, match="there is no reply in the message"):
         read_reply(RecordDict())
     good = reply_content(Reply(*REQUEST[:4], {}, {}, 0.5, 3))

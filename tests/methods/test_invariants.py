@@ -136,7 +136,7 @@ def test_the_optimum_is_a_fixed_point_of_what_corrects_the_gradient(algo, execut
 
 
 @pytest.mark.parametrize("algo", [fadamgc.FANT(eta_l=0.01), fadamgc.LocalAdam(eta_l=0.01), fadamgc.FedAvg()])
-def test_the_optimum_is_no_fixed_point_of_the_others(algo):
+def test_the_optimum_is_not_a_fixed_point_of_the_others(algo):
     data = balanced()
     run = simulate(algo, linear_task(data, data.optimum), rounds=50, sampled=None, batch_size=None)
     assert float((run.x - data.optimum).abs().max()) > 0.05

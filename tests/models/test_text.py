@@ -365,7 +365,7 @@ def test_posts_lose_what_gives_the_label_away():
     assert texts.without_headers(bare).first == bare.first
 
 
-def test_own_texts_are_read_from_parquet_as_from_csv(tmp_path, data):
+def test_custom_texts_are_read_from_parquet_as_from_csv(tmp_path, data):
     import pyarrow.csv
     import pyarrow.parquet
 

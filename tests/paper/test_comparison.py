@@ -180,7 +180,7 @@ def test_who_is_ahead(one, other, found):
     assert comparison.ahead(one, other, "rounds") == found
 
 
-def test_pairs_are_held_against_the_papers():
+def test_pairs_are_compared_with_the_papers():
     rows = [row("a", 4, 10.0), row("b", 4, 20.0), row("c", 4, 10.5), row("new", 4, 1.0)]
     agreed = comparison.agreement({"a": 5.0, "b": 1.0, "c": 2.0}, rows, "rounds")
     assert agreed.same == []

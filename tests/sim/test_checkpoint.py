@@ -198,7 +198,7 @@ def test_the_same_function_with_another_setting_is_another_loss(tmp_path):
         simulate(tmp_path / "c", task=other(loss=partial(smoothed, smoothing=0.9)))
 
 
-def test_a_run_that_goes_on_longer_is_evaluated_as_if_it_had_always_been_so_long(tmp_path):
+def test_an_extended_run_is_evaluated_like_one_of_that_length(tmp_path):
     whole = simulate(None, resume=False, rounds=6, eval_every=4)
     simulate(tmp_path / "c", rounds=3, eval_every=4)
     longer = simulate(tmp_path / "c", rounds=6, eval_every=4)
@@ -217,7 +217,7 @@ def test_a_schedule_may_grow(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_is_resumed_has_one_price(tmp_path):
+def test_a_resumed_run_has_one_cost_model(tmp_path):
     dear = fadamgc.CostModel(0.001, 0.001)
     simulate(tmp_path / "c", rounds=2)
     resumed = simulate(tmp_path / "c", cost=dear)
@@ -442,7 +442,7 @@ def test_the_states_of_a_run_that_was_extended_are_not_given(tmp_path):
 
 
 @pytest.mark.parametrize("way", ["renamed", "linked", "damaged", "cut"])
-def test_states_that_change_behind_a_run_are_not_given(tmp_path, way):
+def test_states_that_another_process_changed_are_not_returned(tmp_path, way):
     """However the file of the states was reached: by another name of the folder, or of the file."""
     first = simulate(tmp_path / "c", rounds=3, states="files")
     file = tmp_path / "c" / "states" / "states.bin"

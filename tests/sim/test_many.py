@@ -48,7 +48,7 @@ def assert_same(many, alone):
         {"target": 0.6, "rounds": 8},
     ],
 )
-def test_each_run_is_what_it_is_alone(options):
+def test_each_run_equals_the_same_run_alone(options):
     tasks = [class_task(seed=seed) for seed in (0, 1)]
     common = SHORT | options
     alone = [fadamgc.simulate(**own, **common) for own in grid(tasks)]
@@ -65,7 +65,7 @@ def test_states_of_any_shape_can_be_run_many_at_once(algo):
 
 
 @needs_compiler
-def test_compiled_runs_are_what_they_are_alone(monkeypatch):
+def test_compiled_runs_equal_the_same_runs_alone(monkeypatch):
     monkeypatch.setattr("fadamgc.sim.executors.vectorized.LONG_RUN", 1)
     tasks = [class_task(seed=seed) for seed in (0, 1)]
     alone = [fadamgc.simulate(**own, **SHORT) for own in grid(tasks)]
@@ -130,7 +130,7 @@ def test_a_run_that_diverges_does_not_take_the_others_with_it():
         fadamgc.simulate_many(runs, task=task, **SHORT)
 
 
-def test_callbacks_and_checkpoints_are_each_run_s_own(tmp_path):
+def test_each_run_has_its_own_callbacks_and_checkpoint(tmp_path):
     task = class_task()
     runs = [
         {"algorithm": fadamgc.FAdamGC(), "seed": seed, "checkpoint": tmp_path / str(seed)} for seed in (0, 1)
@@ -162,7 +162,7 @@ def test_bad_input(runs, options, said):
         fadamgc.simulate_many(runs, task=class_task(), rounds=1, **options)
 
 
-def test_what_cannot_be_sent_to_a_process_is_said():
+def test_runs_that_cannot_be_pickled_are_refused():
     task = class_task()
     task.loss = lambda output, target: nn.functional.cross_entropy(output, target)
     runs = [{"algorithm": fadamgc.FedAvg(), "seed": seed} for seed in (0, 1)]
@@ -170,5 +170,5 @@ def test_what_cannot_be_sent_to_a_process_is_said():
         fadamgc.simulate_many(runs, task=task, workers=2, rounds=1)
 
 
-def test_no_runs_are_no_runs():
+def test_an_empty_list_of_runs_gives_an_empty_list():
     assert fadamgc.simulate_many([], task=class_task(), rounds=1) == []

@@ -46,7 +46,7 @@ def test_a_model_is_made_from_its_own_seed():
 
 
 @pytest.mark.parametrize("settings", [{"hidden": [0]}, {"inputs": 0}, {"outputs": 0}, {"seed": -1}])
-def test_a_model_with_no_room_is_refused(settings):
+def test_bad_sizes_of_a_model_are_refused(settings):
     (name,) = settings
     with pytest.raises(InputError, match=name):
         mlp(**{"inputs": 4, "hidden": [3], "outputs": 2, "seed": 0} | settings)
