@@ -7,7 +7,7 @@ WORKERS ?= 2
 SEED    ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-e2e fuzz docs results bench check format clean
+.PHONY: help install demo quick test test-e2e fuzz docs results bench check format clean
 
 help:  ## Show this list
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -24,6 +24,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 demo: install  ## Compare the paper's seven methods on digits; results in out/compare
 	$(BIN)/fadamgc compare --out $(OUT) --overwrite
+
+quick: install  ## Run the tests that take less than a second or two, for the inner loop
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not slow"
 
 test: install  ## Run all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)

@@ -56,6 +56,7 @@ def damaged(data, rng):
     return bytes(changed)
 
 
+@pytest.mark.slow
 def test_digits_from_a_damaged_cache_are_the_digits(cache_folder):
     whole = digits.load()
     (file,) = (cache_folder / "digits").iterdir()

@@ -18,6 +18,7 @@ def fuzz(*arguments):
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.slow
 def test_bad_input_is_refused_with_a_message():
     budget = {"specs": 15, "arguments": 40, "data": 25, "folders": 10}
     done = fuzz("cache=5", *(f"{name}={count}" for name, count in budget.items()))
@@ -30,6 +31,7 @@ def test_bad_input_is_refused_with_a_message():
         assert refused > count / 4
 
 
+@pytest.mark.slow
 def test_planted_mistakes_are_found():
     done = fuzz("planted=20")
     assert done.returncode == 1

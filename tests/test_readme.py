@@ -138,6 +138,7 @@ def test_versions_agree():
     assert f"## {fadamgc.__version__}" in (ROOT / "CHANGELOG.md").read_text()
 
 
+@pytest.mark.slow
 def test_the_results_page_is_made_from_the_records():
     """docs/results.md is what ``make results`` writes."""
     page = ROOT / "docs" / "results.md"

@@ -120,6 +120,7 @@ def test_tuning_from_the_command_line(spec, tmp_path):
     assert "eta_l = 0.01" in (out / "spec.toml").read_text()
 
 
+@pytest.mark.slow
 def test_the_folder_asks_what_to_do_with_what_it_holds(done):
     again = ("run", done / "spec.toml", "--out", done, "--workers", 1)
     refused = fadamgc(*again)
@@ -130,6 +131,7 @@ def test_the_folder_asks_what_to_do_with_what_it_holds(done):
     assert "[" not in resumed.stderr  # no run was made again
 
 
+@pytest.mark.slow
 def test_report_prices_the_same_runs_for_other_links(done):
     def minutes() -> list[float]:
         rows = (done / "results.csv").read_text().splitlines()
@@ -156,6 +158,7 @@ def test_partition_draws_and_tells(tmp_path):
     assert out.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_each_task_is_built_once_and_each_method_checked_once(spec, tmp_path, monkeypatch):
     from fadamgc.experiments.run import execution, runner
 
@@ -275,6 +278,7 @@ def test_a_run_that_diverges_is_named_after_the_table(spec, tmp_path):
 # In a process of its own.
 
 
+@pytest.mark.slow
 def test_the_shell_sees_a_message_and_an_exit_code(tmp_path):
     child = process("run", tmp_path / "none.toml")
     out, err = child.communicate(timeout=60)
@@ -283,9 +287,10 @@ def test_the_shell_sees_a_message_and_an_exit_code(tmp_path):
     assert err == f"error: {tmp_path / 'none.toml'} does not exist; give the path of a spec in TOML\n"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 @pytest.mark.parametrize("workers", [1, 2])
-def test_an_interrupt_keeps_what_is_finished_and_says_how_to_go_on(spec, tmp_path, workers):
+def test_an_interrupt_keeps_finished_runs_and_says_how_to_resume(spec, tmp_path, workers):
     options = ("--seeds", 1000, "--out", tmp_path / "out", "--workers", workers)
     child = process("run", spec, *options, start_new_session=True, preexec_fn=hear_interrupts)
     try:
@@ -323,7 +328,7 @@ def test_a_refused_command_overwrites_nothing(done, spec, tmp_path):
     assert {path: path.read_bytes() for path in done.rglob("*") if path.is_file()} == before
 
 
-def test_if_all_runs_diverge_the_reason_is_said(tmp_path):
+def test_if_all_runs_diverge_the_reason_is_printed(tmp_path):
     path = tmp_path / "spec.toml"
     path.write_text(TINY.split("[[method]]")[0] + '[[method]]\nalgorithm = "fedavg"\neta_l = 1e30\n')
     result = fadamgc("run", path, "--out", tmp_path / "out", "--workers", 1, "--quiet")
@@ -341,7 +346,8 @@ def test_names_with_brackets_are_names(tmp_path):
     assert "[/y]" in result.stdout
 
 
-def test_a_terminal_without_signs_for_it(done):
+@pytest.mark.slow
+def test_a_terminal_that_cannot_print_some_characters(done):
     child = process("report", done, env=os.environ | {"PYTHONIOENCODING": "ascii"})
     out, err = child.communicate(timeout=60)
     assert child.returncode == 0, err

@@ -427,6 +427,7 @@ def test_a_plot_that_fails_leaves_the_old_one(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["labels.png"]
 
 
+@pytest.mark.slow
 def test_drawing_leaves_matplotlib_alone(tmp_path: Path) -> None:
     program = """
 import sys, matplotlib

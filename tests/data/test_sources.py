@@ -126,7 +126,7 @@ def test_changed_files_are_decoded_again(folders):
     assert len(images.load("cifar10", "train").y) == 30
 
 
-def test_a_damaged_cache_is_made_again_and_one_that_cannot_be_written_is_done_without(
+def test_a_damaged_cache_is_replaced_and_one_that_cannot_be_written_is_not_used(
     folders, tmp_path, monkeypatch
 ):
     sets.cifar10(folders)
@@ -139,7 +139,7 @@ def test_a_damaged_cache_is_made_again_and_one_that_cannot_be_written_is_done_wi
     assert np.array_equal(images.load("cifar10", "train").x, whole)
 
 
-def test_the_cache_gives_up_what_was_not_used_for_the_longest_time(tmp_path, monkeypatch):
+def test_the_cache_removes_the_least_recently_used_files(tmp_path, monkeypatch):
     monkeypatch.setenv("FADAMGC_CACHE", str(tmp_path))
     monkeypatch.setattr(cache, "ROOM", 3 * 960)  # of three arrays, with their headers and digests
     makes = {name: partial(np.full, 100, value) for value, name in enumerate("abcd", start=1)}
@@ -434,6 +434,7 @@ def test_data_check_knows_the_digits_that_data_list_shows(folders):
         assert "comes with scikit-learn" in shown.output.replace("\n", " ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["partition", "compare"])
 def test_every_command_that_reads_data_takes_the_data_root(folders, tmp_path, monkeypatch, command):
     sets.cifar10(tmp_path / "elsewhere")

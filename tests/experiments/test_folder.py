@@ -41,6 +41,7 @@ def save(folder, name, algorithm, seed=0, report=None, **settings):
     return run
 
 
+@pytest.mark.slow
 def test_saved_runs_are_an_experiment_without_a_spec(tmp_path):
     folder = tmp_path / "mine"
     runs = {seed: save(folder, f"x-{seed}", fadamgc.FAdamGC(eta_l=0.01), seed) for seed in (3, 5)}

@@ -65,6 +65,7 @@ def test_mlflow_has_every_number_of_every_round(tmp_path):
     assert [(m.step, m.value) for m in history] == [(r.round, r.train_loss) for r in done.history]
 
 
+@pytest.mark.slow
 def test_the_command_line_tracks_every_run(tmp_path, monkeypatch):
     pytest.importorskip("tensorboard", reason="tensorboard is not installed")
     monkeypatch.setenv(trackers.VARIABLE, "")

@@ -171,6 +171,7 @@ def test_every_fault_at_every_point(faults, server, tmp_path):
         world.check()
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     story=st.lists(
@@ -203,7 +204,7 @@ def test_a_request_that_was_overtaken_is_refused(tmp_path):
     world.check()
 
 
-def test_a_lost_state_is_noticed_and_can_begin_anew(tmp_path):
+def test_a_lost_state_is_noticed_and_can_be_reset(tmp_path):
     world = World(tmp_path, sampled=3, tracked=3)
     world.round()
     for path in world.keepers[1].folder.iterdir():
@@ -497,7 +498,7 @@ def test_a_client_does_not_keep_a_state_that_is_not_finite(tmp_path):
     assert after_it.pending == before.pending
 
 
-def test_a_weight_does_not_change_under_way(tmp_path):
+def test_a_weight_does_not_change_during_a_run(tmp_path):
     world = World(tmp_path, weights="size")
     assert world.server.needs_all
     for i, size in enumerate(SIZES):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fadamgc
+from compiling import needs_compiler
 from fadamgc.algorithm import Cohort, add, example
 from fadamgc.federation.client_data import ClientTable
 from fadamgc.federation.cost import traffic
@@ -20,7 +21,6 @@ from fadamgc.federation.sampling import batches, draw
 from fadamgc.fields import options
 from fadamgc.methods import _REGISTRY, algorithm_class
 from fadamgc.sim.executors import ThreadsExecutor, VectorizedExecutor
-from fadamgc.sim.executors.machine_code import compiler
 from problems import EVEN, class_task, settings_for
 from skeleton import MyMethod
 
@@ -91,7 +91,7 @@ def assert_equal_to_rounding(run, reference):
 # compared with the loop above, for every algorithm and option. Here the compiler is, on two of them.
 
 
-@pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+@needs_compiler
 @pytest.mark.parametrize("algo", [fadamgc.FAdamGC(), fadamgc.FANTLocal()], ids=["fadamgc", "fa_nt_local"])
 def test_compiled_steps_agree_with_the_loop(algo):
     # The shapes of batches are the executor's matter, whatever the algorithm: all of them with one of these.
@@ -104,7 +104,7 @@ def test_compiled_steps_agree_with_the_loop(algo):
     assert_equal_to_rounding(run, reference)
 
 
-@pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+@needs_compiler
 @pytest.mark.parametrize("name", ["fadamgc", "scaffold_m"])
 def test_compiled_rules_agree_with_the_loop(name):
     algo, task = fadamgc.make_algorithm(name), class_task()
@@ -246,6 +246,7 @@ def test_save_and_load(algo, tmp_path):
     assert torch.equal(torch.nn.utils.parameters_to_vector(back.model.parameters()), run.x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algo", DEFAULTS)
 def test_resume_is_bit_for_bit(algo, tmp_path):
     task = class_task()

@@ -136,12 +136,13 @@ def test_the_optimum_is_a_fixed_point_of_what_corrects_the_gradient(algo, execut
 
 
 @pytest.mark.parametrize("algo", [fadamgc.FANT(eta_l=0.01), fadamgc.LocalAdam(eta_l=0.01), fadamgc.FedAvg()])
-def test_the_optimum_is_no_fixed_point_of_the_others(algo):
+def test_the_optimum_is_not_a_fixed_point_of_the_others(algo):
     data = balanced()
     run = simulate(algo, linear_task(data, data.optimum), rounds=50, sampled=None, batch_size=None)
     assert float((run.x - data.optimum).abs().max()) > 0.05
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sampled", "long"), [(10, 200), (3, 500)])
 def test_fadamgc_converges_to_the_optimum_of_ten_quadratics(sampled, long):
     data = synthetic.quadratics(clients=10, dim=5)
@@ -158,6 +159,7 @@ def test_fadamgc_converges_to_the_optimum_of_ten_quadratics(sampled, long):
     assert distance(fadamgc.FANT(eta_l=0.05)) > 0.05
 
 
+@pytest.mark.slow
 def test_fadamgc_converges_on_linear_regression_with_clients_of_different_size():
     data = synthetic.linear_regression(clients=8, dim=4, samples=(5, 40))
     run = simulate(
@@ -167,6 +169,7 @@ def test_fadamgc_converges_on_linear_regression_with_clients_of_different_size()
     assert float((run.x - data.optimum).abs().max()) < 1e-8
 
 
+@pytest.mark.slow
 def test_weighted_runs_find_the_optimum_of_the_weighted_mean():
     data = synthetic.linear_regression(clients=6, dim=3, samples=(5, 60), heterogeneity=2.0)
     X, y = (torch.cat(column) for column in zip(*data.clients, strict=True))
@@ -199,6 +202,7 @@ def digits_task(seed: int) -> fadamgc.Task:
     return fadamgc.Task(model, F.cross_entropy, clients, (data.test_x, data.test_y))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_fadamgc_is_ahead_of_local_adam_on_digits(seed):
     task = digits_task(seed)

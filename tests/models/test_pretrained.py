@@ -165,7 +165,7 @@ def test_dropout_reaches_every_part(bases, tmp_path, kind, model, config):
 
 
 @pytest.mark.parametrize("dropout", [2.0, -0.1, "0.1", True])
-def test_a_dropout_that_is_none_is_refused(bases, own, dropout):
+def test_a_dropout_outside_0_to_1_is_refused(bases, own, dropout):
     refused(
         f"dropout={dropout!r} is not accepted; it must be a number >= 0 and < 1",
         bases["bert"],
@@ -377,12 +377,12 @@ def test_bad_files_are_refused(bases, tmp_path, content, options, message):
     refused(message, bases["bert"], path, **options)
 
 
-def test_numbers_are_no_texts(bases, tmp_path):
+def test_numbers_are_not_texts(bases, tmp_path):
     sets.write_rows(tmp_path / "own.parquet", text=[3, 4], label=[0, 1])
     refused("row 0 has text=3, which is not a text", bases["bert"], tmp_path / "own.parquet")
 
 
-def test_bytes_that_are_no_text_are_refused(bases, tmp_path):
+def test_bytes_that_are_not_text_are_refused(bases, tmp_path):
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -407,7 +407,7 @@ def test_classes_that_are_not_in_the_train_data(bases, own):
 @pytest.mark.parametrize(
     ("field", "value"), [("test", "x.csv"), ("columns", "text"), ("label", "y"), ("classes", 3)]
 )
-def test_known_data_have_their_own(bases, field, value):
+def test_known_data_sets_have_their_own_settings(bases, field, value):
     refused(
         f"{field}={value!r} is for your own files; glue/sst2 has its own",
         bases["bert"],
@@ -459,12 +459,12 @@ def left(bases, tmp_path, monkeypatch):
     return folder
 
 
-def test_a_run_with_targets_of_its_own_predicts(left):
+def test_a_run_with_custom_targets_predicts(left):
     assert sum(predict(left, "a lovely film").values()) == pytest.approx(1)
     assert sum(predict(left, "a lovely film " * 100).values()) == pytest.approx(1)
 
 
-def test_an_adapter_is_saved_beside_what_is_there(bases, own, tmp_path, monkeypatch):
+def test_an_adapter_is_saved_next_to_other_files(bases, own, tmp_path, monkeypatch):
     model = task(bases["bert"], own).model
     place = tmp_path / "place"
     place.mkdir()

@@ -261,6 +261,7 @@ def test_the_fast_executor_gives_the_loops_numbers(bases, data, kind, algo):
     assert [r.test_accuracy for r in two.history] == [r.test_accuracy for r in one.history]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", tiny.KINDS)
 def test_with_dropout_a_run_depends_on_its_seed_alone(bases, data, kind):
     from fadamgc.sim.executors import ThreadsExecutor
@@ -364,7 +365,7 @@ def test_posts_lose_what_gives_the_label_away():
     assert texts.without_headers(bare).first == bare.first
 
 
-def test_own_texts_are_read_from_parquet_as_from_csv(tmp_path, data):
+def test_custom_texts_are_read_from_parquet_as_from_csv(tmp_path, data):
     import pyarrow.csv
     import pyarrow.parquet
 
@@ -485,6 +486,7 @@ eta_l = 0.05
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "more"), [("bert", "upper_layers = 1"), ("gpt2", "")])
 def test_a_run_leaves_an_adapter_that_peft_alone_reads(bases, folders, tmp_path, kind, more):
     from peft import PeftModel
@@ -538,6 +540,7 @@ def test_labels_have_names(folders):
     assert labels_of("20_newsgroups")[3] == "group 3"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "scale", "kind"),
     [

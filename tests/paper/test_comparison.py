@@ -180,7 +180,7 @@ def test_who_is_ahead(one, other, found):
     assert comparison.ahead(one, other, "rounds") == found
 
 
-def test_pairs_are_held_against_the_papers():
+def test_pairs_are_compared_with_the_papers():
     rows = [row("a", 4, 10.0), row("b", 4, 20.0), row("c", 4, 10.5), row("new", 4, 1.0)]
     agreed = comparison.agreement({"a": 5.0, "b": 1.0, "c": 2.0}, rows, "rounds")
     assert agreed.same == []
@@ -206,6 +206,7 @@ def root(tmp_path_factory):
     return root
 
 
+@pytest.mark.slow
 def test_the_page_has_the_papers_row_next_to_ours(root, tmp_path):
     (root / "main-cifar10" / "notes.md").write_text("Because these are digits.")
     comparison.main([str(root), str(tmp_path / "page.md")])
@@ -250,6 +251,7 @@ def test_bounds_are_written_next_to_measurements(root):
     assert "squared gradient norm, mean over the rounds" in summary.lower()
 
 
+@pytest.mark.slow
 def test_what_is_kept_makes_the_same_report(root, tmp_path):
     for name in ("main-cifar10", "theory"):
         assert keep(root / name, tmp_path / name) > 1000
@@ -272,6 +274,7 @@ def test_what_is_kept_makes_the_same_report(root, tmp_path):
         keep(tmp_path, tmp_path / "again")
 
 
+@pytest.mark.slow
 def test_a_study_is_priced_again_by_report(root, tmp_path):
     keep(root / "theory", tmp_path / "theory")
     shown = CliRunner().invoke(app, ["report", str(tmp_path / "theory"), "--up-mbps", "1"])

@@ -152,7 +152,7 @@ def test_half_of_the_sampled_clients_are_tracked_however_many_there_are():
         assert {member.spec.tracked(m) for m in member.spec.methods} == {run.sampled // 2}
 
 
-def test_tables_lie_over_tables():
+def test_tables_of_a_scale_override_those_of_the_study():
     laptop, paper = (parse_study(SMALL, "here", scale) for scale in SCALES)
     assert [(c.name, c.value, c.spec.task.clients) for c in laptop.members] == [("four", 4, 4), ("two", 2, 2)]
     assert [c.spec.run.target for c in laptop.members] == [0.4, 0.5]
@@ -244,7 +244,8 @@ def test_the_laptop_scale_runs_from_end_to_end(folders, tmp_path, name):
         assert (tmp_path / "out" / file).stat().st_size > 100
 
 
-def test_the_paper_scale_starts_stops_and_goes_on(folders, tmp_path):
+@pytest.mark.slow
+def test_the_paper_scale_starts_stops_and_resumes(folders, tmp_path):
     """ResNet-18 with a hundred clients, on a cut-down data set and with fewer local steps."""
     sets.cifar10(folders, train=250, test=10)
     (member,) = load_study("main-cifar10", "paper").members

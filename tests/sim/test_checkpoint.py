@@ -54,6 +54,7 @@ def assert_same_run(a: fadamgc.Run, b: fadamgc.Run) -> None:
         assert all(torch.equal(u, v) for u, v in zip(p, q, strict=True))
 
 
+@pytest.mark.slow
 def test_kill_at_random_moments_and_resume(tmp_path):
     """kill -9, again and again; the run that comes out is the one that was never stopped."""
     whole = run(None)
@@ -115,6 +116,7 @@ def test_buffers_resume(tmp_path):
         assert torch.equal(resumed.buffers[name], value)
 
 
+@pytest.mark.slow
 def test_a_task_is_the_same_in_every_process():
     """Nothing in its fingerprint depends on the order of a set, which differs from process to process."""
     code = (
@@ -132,7 +134,7 @@ def test_a_task_is_the_same_in_every_process():
             capture_output=True,
             text=True,
         ).stdout
-        for seed in ("1", "2", "3")
+        for seed in ("1", "2")
     }
     assert len(seen) == 1
 
@@ -196,7 +198,7 @@ def test_the_same_function_with_another_setting_is_another_loss(tmp_path):
         simulate(tmp_path / "c", task=other(loss=partial(smoothed, smoothing=0.9)))
 
 
-def test_a_run_that_goes_on_longer_is_evaluated_as_if_it_had_always_been_so_long(tmp_path):
+def test_an_extended_run_is_evaluated_like_one_of_that_length(tmp_path):
     whole = simulate(None, resume=False, rounds=6, eval_every=4)
     simulate(tmp_path / "c", rounds=3, eval_every=4)
     longer = simulate(tmp_path / "c", rounds=6, eval_every=4)
@@ -214,7 +216,8 @@ def test_a_schedule_may_grow(tmp_path):
     assert_same_run(grown, simulate(None, resume=False, schedule=schedule, **free))
 
 
-def test_what_is_resumed_has_one_price(tmp_path):
+@pytest.mark.slow
+def test_a_resumed_run_has_one_cost_model(tmp_path):
     dear = fadamgc.CostModel(0.001, 0.001)
     simulate(tmp_path / "c", rounds=2)
     resumed = simulate(tmp_path / "c", cost=dear)
@@ -331,6 +334,7 @@ def test_resume_needs_a_folder():
 # One folder, more than one user.
 
 
+@pytest.mark.slow
 def test_a_folder_in_use_is_refused(tmp_path):
     def again(end):
         if end.record.round == 2:
@@ -349,6 +353,7 @@ def test_a_folder_in_use_is_refused(tmp_path):
     assert refused == ["memory", "files"]
 
 
+@pytest.mark.slow
 def test_a_folder_that_another_process_uses_is_refused(tmp_path):
     folder = tmp_path / "checkpoint"
     command = [sys.executable, str(TESTS / "killed.py"), str(folder), str(tmp_path / "out")]
@@ -375,8 +380,8 @@ def test_an_error_unlocks_the_folder(tmp_path):
     assert len(simulate(tmp_path / "c", rounds=4).history) == 4
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("states", ["memory", "files"])
+@pytest.mark.slow
+@pytest.mark.parametrize(("states", "workers"), [("memory", 1), ("files", 2)])
 def test_many_runs_have_a_folder_each(tmp_path, states, workers):
     task = class_task()
     grid = [{"algorithm": fadamgc.FAdamGC(eta_l=e), "seed": s} for e in (0.1, 0.01) for s in (0, 1)]
@@ -437,7 +442,7 @@ def test_the_states_of_a_run_that_was_extended_are_not_given(tmp_path):
 
 
 @pytest.mark.parametrize("way", ["renamed", "linked", "damaged", "cut"])
-def test_states_that_change_behind_a_run_are_not_given(tmp_path, way):
+def test_states_that_another_process_changed_are_not_returned(tmp_path, way):
     """However the file of the states was reached: by another name of the folder, or of the file."""
     first = simulate(tmp_path / "c", rounds=3, states="files")
     file = tmp_path / "c" / "states" / "states.bin"
@@ -544,6 +549,7 @@ def test_a_new_run_in_the_same_place_leaves_an_old_one_its_states(tmp_path):
 # What a checkpoint costs, and what it leaves behind.
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="needs Linux to count written bytes")
 @pytest.mark.parametrize("states", ["memory", "files"])
 def test_a_checkpoint_costs_what_has_changed(tmp_path, states):
@@ -560,6 +566,7 @@ def test_a_checkpoint_costs_what_has_changed(tmp_path, states):
     assert sum(each[-10:]) < 1.2 * sum(each[:10])
 
 
+@pytest.mark.slow
 def test_a_checkpoint_needs_no_copy_of_the_states():
     """Writing 240 MB of states takes far less memory than that."""
     code = """
@@ -602,6 +609,7 @@ def test_states_and_checkpoints_are_the_users_alone(tmp_path):
 OPERATIONS = ("fsync", "replace", "pwrite", "open")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("states", ["memory", "files"])
 def test_a_failure_at_every_file_operation_loses_nothing(tmp_path, monkeypatch, states):
     """Whatever operation fails, the folder resumes to the same bits, and the error is one of ours."""
@@ -671,6 +679,7 @@ def as_format_1(folder: Path, in_files: bool) -> None:
         (folder / "states" / "states.bin").unlink()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", ["memory", "files"])
 @pytest.mark.parametrize("after", ["memory", "files"])
 def test_a_checkpoint_of_the_first_format_resumes(tmp_path, before, after):

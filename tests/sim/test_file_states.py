@@ -46,7 +46,7 @@ def test_files_change_no_bit(algo, tmp_path):
     assert_same(simulate(algo, states="files", checkpoint=tmp_path / "c", resume=True), whole)
 
 
-def test_a_checkpoint_of_one_kind_is_gone_on_from_with_the_other(tmp_path):
+def test_a_checkpoint_of_one_kind_is_resumed_with_the_other(tmp_path):
     algo = fadamgc.FAdamGC(init="gradient")
     whole = simulate(algo)
     for first, second in (("memory", "files"), ("files", "memory")):
@@ -55,7 +55,7 @@ def test_a_checkpoint_of_one_kind_is_gone_on_from_with_the_other(tmp_path):
         assert_same(simulate(algo, states=second, checkpoint=folder, resume=True), whole)
 
 
-def test_states_that_were_never_touched_take_no_room(tmp_path):
+def test_states_that_were_never_changed_take_no_space(tmp_path):
     run = simulate(fadamgc.FAdamGC(), states="files", rounds=1, checkpoint=tmp_path / "c")
     assert len(run.clients.participants) == 3
     slot = states.PAGE
@@ -139,6 +139,7 @@ def test_bad_input():
         simulate(fadamgc.FAdamGC(), states="disk")
 
 
+@pytest.mark.slow
 def test_a_full_disk_loses_nothing(tmp_path):
     """The file may grow to one state: the second is refused, and the checkpoint stays what it was."""
     code = f"""

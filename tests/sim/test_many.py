@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import fadamgc
+from compiling import needs_compiler
 from fadamgc.sim.executors import VectorizedExecutor
-from fadamgc.sim.executors.machine_code import compiler
 from problems import REPRESENTATIVES, class_task, mlp, settings_for
 
 SHORT = {"rounds": 3, "sampled": 4, "tracked": 2, "local_steps": 4, "batch_size": 8}
@@ -36,6 +36,7 @@ def assert_same(many, alone):
         assert same == {k: v for k, v in b.settings.items() if k != "executor"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -47,7 +48,7 @@ def assert_same(many, alone):
         {"target": 0.6, "rounds": 8},
     ],
 )
-def test_each_run_is_what_it_is_alone(options):
+def test_each_run_equals_the_same_run_alone(options):
     tasks = [class_task(seed=seed) for seed in (0, 1)]
     common = SHORT | options
     alone = [fadamgc.simulate(**own, **common) for own in grid(tasks)]
@@ -63,8 +64,8 @@ def test_states_of_any_shape_can_be_run_many_at_once(algo):
     assert_same(fadamgc.simulate_many(runs, **common), alone)
 
 
-@pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
-def test_compiled_runs_are_what_they_are_alone(monkeypatch):
+@needs_compiler
+def test_compiled_runs_equal_the_same_runs_alone(monkeypatch):
     monkeypatch.setattr("fadamgc.sim.executors.vectorized.LONG_RUN", 1)
     tasks = [class_task(seed=seed) for seed in (0, 1)]
     alone = [fadamgc.simulate(**own, **SHORT) for own in grid(tasks)]
@@ -110,6 +111,7 @@ def test_runs_share_blocks():
     assert blocks == [12]
 
 
+@pytest.mark.slow
 def test_processes_give_the_bits_of_one():
     runs = [{"algorithm": fadamgc.FAdamGC(eta_l=eta), "seed": 1} for eta in (0.1, 0.01, 0.001)]
     task = class_task()
@@ -128,7 +130,7 @@ def test_a_run_that_diverges_does_not_take_the_others_with_it():
         fadamgc.simulate_many(runs, task=task, **SHORT)
 
 
-def test_callbacks_and_checkpoints_are_each_run_s_own(tmp_path):
+def test_each_run_has_its_own_callbacks_and_checkpoint(tmp_path):
     task = class_task()
     runs = [
         {"algorithm": fadamgc.FAdamGC(), "seed": seed, "checkpoint": tmp_path / str(seed)} for seed in (0, 1)
@@ -160,7 +162,7 @@ def test_bad_input(runs, options, said):
         fadamgc.simulate_many(runs, task=class_task(), rounds=1, **options)
 
 
-def test_what_cannot_be_sent_to_a_process_is_said():
+def test_runs_that_cannot_be_pickled_are_refused():
     task = class_task()
     task.loss = lambda output, target: nn.functional.cross_entropy(output, target)
     runs = [{"algorithm": fadamgc.FedAvg(), "seed": seed} for seed in (0, 1)]
@@ -168,5 +170,5 @@ def test_what_cannot_be_sent_to_a_process_is_said():
         fadamgc.simulate_many(runs, task=task, workers=2, rounds=1)
 
 
-def test_no_runs_are_no_runs():
+def test_an_empty_list_of_runs_gives_an_empty_list():
     assert fadamgc.simulate_many([], task=class_task(), rounds=1) == []

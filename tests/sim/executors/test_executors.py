@@ -24,6 +24,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fadamgc
+from compiling import needs_compiler
 from fadamgc.federation.functions import TaskFunctions
 from fadamgc.federation.traits import same_model
 from fadamgc.models import cnn, resnet18
@@ -31,7 +32,7 @@ from fadamgc.runtime import single_threads
 from fadamgc.sim.executors import ThreadsExecutor, VectorizedExecutor, auto, threads
 from fadamgc.sim.executors import inplace as rules
 from fadamgc.sim.executors import machine_code as native
-from fadamgc.sim.executors.machine_code import compiled, compiler
+from fadamgc.sim.executors.machine_code import compiled
 from fadamgc.sim.executors.trace import liftable, pointwise, record
 from fadamgc.sim.executors.trainer import Trainer
 from fadamgc.sim.resources import Resources
@@ -39,7 +40,6 @@ from fadamgc.sim.simulate import start_from
 from places import TESTS
 from problems import EVEN, class_task, mlp
 
-needs_compiler = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 FEW = {"rounds": 2, "sampled": 4, "tracked": 2, "local_steps": 3, "batch_size": 8}
 
 

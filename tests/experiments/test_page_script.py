@@ -1,0 +1,101 @@
+"""The script of the page, run by Node."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from fadamgc import CostModel
+from fadamgc.experiments.report.numbers import (
+    ReportedExperiment,
+    read_results,
+)
+from fadamgc.experiments.report.page import page
+from fadamgc.experiments.report.tables import (
+    DASH,
+    pricing,
+    results_table,
+)
+from fadamgc.experiments.report.write import write_report
+from reported import forge
+
+pytestmark = pytest.mark.usefixtures("quick")
+
+
+STUB = """
+const fs = require("fs"), vm = require("vm");
+const [data, script] = JSON.parse(fs.readFileSync(0, "utf8"));
+const nodes = {}, plots = {};
+function node(id) {
+  return nodes[id] ??= {
+    id, value: "0", min: "-3", textContent: "", dataset: {}, tagName: "DIV",
+    classList: { toggle: () => {} }, addEventListener: () => {}, querySelector: (s) => node(s),
+  };
+}
+nodes.experiments = { textContent: data };
+const document = { getElementById: node, querySelectorAll: () => [] };
+const Plotly = { react: (box, traces, layout) => { plots[box.id] = { traces, layout }; } };
+const said = {}, context = { document, Plotly, Number, Math, JSON, console, said };
+vm.runInNewContext(script + "said.pricing = pricing();", context);
+const names = Object.keys(nodes).filter((name) => name.startsWith("[data-minutes"));
+const minutes = names.map((name) => nodes[name].textContent);
+console.log(JSON.stringify({ minutes, plots, pricing: said.pricing }));
+"""
+
+
+def drawn(folder):
+    """What the page's script does, with a stand-in for the browser."""
+    node = shutil.which("node")
+    if node is None:
+        playwright = pytest.importorskip("playwright", reason="there is no node to run the page's script")
+        node = str(Path(playwright.__file__).parent / "driver" / "node")
+    html = (folder / "report.html").read_text()
+    data = re.search(r'<script type="application/json" id="experiments">(.*?)</script>', html, re.DOTALL)
+    script = html.rsplit("<script>", 1)[1].split("</script>")[0]
+    done = subprocess.run(
+        [node, "-e", STUB], input=json.dumps([data[1], script]), capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return SimpleNamespace(**json.loads(done.stdout))
+
+
+@pytest.mark.parametrize("metrics", [[math.inf, math.nan], [math.nan, 1e-4]])
+def test_the_script_of_the_page_agrees_about_what_diverged(copy, metrics):
+    forge(copy, metrics)
+    results = write_report(copy)
+    seen = drawn(copy)
+    assert seen.minutes == [line[2].text for line in results_table(results).rows]
+    for plot in seen.plots.values():
+        assert plot["layout"]["yaxis"]["type"] == "log"
+        assert all(value is not None and value > 0 for trace in plot["traces"] for value in trace["y"])
+
+
+@pytest.mark.parametrize("per_round", ["mean", "slowest"])
+def test_the_script_of_the_page_says_how_rounds_are_priced(copy, per_round):
+    cost = CostModel(down_mbps=0.1, up_mbps=0.05, seconds_per_step=0.5, latency=2.0, per_round=per_round)
+    results = write_report(copy, cost)
+    assert drawn(copy).pricing == pricing(results)
+
+
+def test_the_script_of_the_page_draws_negative_numbers(copy):
+    for label in ("FedAvg", "SCAFFOLD"):
+        forge(copy, [-1.0, -3.0], label)
+    write_report(copy)
+    plot = drawn(copy).plots['[data-axis="round"]']
+    assert plot["layout"]["yaxis"]["type"] == "linear"
+    assert plot["traces"][1]["y"] == [-2.0] * 6
+
+
+def test_the_page_has_only_numbers_that_json_allows(copy):
+    forge(copy, [1e-4, 1e-4], simulated_seconds=math.inf)
+    results = read_results(copy)
+    (copy / "report.html").write_text(page("title", [ReportedExperiment("title", results)]))
+    assert drawn(copy).minutes == [line[2].text for line in results_table(results).rows]
+    assert results_table(results).rows[0][2].text == DASH
