@@ -201,7 +201,7 @@ def _check_memory(model: TextClassifier, upper_layers: int, tokens: Tensor) -> N
     available = memory()
     if available is not None and size > available / 2:
         raise InputError(
-            f"upper_layers={upper_layers} needs {size / 1e9:.0f} GB, more than half of the memory, for the "
-            f"outputs of the layers below for {count:,} texts of up to {length} tokens; use fewer texts or a "
-            "smaller length, or omit upper_layers"
+            f"upper_layers={upper_layers}: the outputs of the layers below, for {count:,} texts of up to "
+            f"{length} tokens, take {size / 1e9:.0f} GB, more than half of the memory; use fewer texts or "
+            "a smaller length, or omit upper_layers"
         )

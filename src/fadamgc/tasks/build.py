@@ -122,11 +122,12 @@ def _classification(
 
 
 def _digits(spec: DigitsTask, seed: int, validation: float) -> Task:
-    x, y, *test = digits.load(validation)
+    data = digits.load(validation)
+    parts = partition(spec, data.train_y, seed).indices
     with _memory_for(f"hidden={list(spec.hidden)}"):
         model = mlp(64, spec.hidden, 10, seed)
-    parts = partition(spec, y, seed).indices
-    return _classification(model, x, y, parts, (test[0], test[1]), "digits")
+    test = data.test_x, data.test_y
+    return _classification(model, data.train_x, data.train_y, parts, test, "digits")
 
 
 def _images(spec: ImagesTask, seed: int, validation: float) -> Task:

@@ -472,6 +472,8 @@ def test_source_of_a_compiler_that_works_differently_is_not_used(
     with caplog.at_level(logging.WARNING, "fadamgc"):
         code = compiled(record(step, arguments), arguments)
     assert not code.machine
+    monkeypatch.setattr(native, "_compile", lambda *_: pytest.fail("tried again"))
+    assert not compiled(record(*step_with_series()), arguments).machine
     assert re.search(f"not compiled, which costs speed: .*{message}", caplog.text)
     assert not list((tmp_path / "code").glob("*.so"))
     code(*arguments)

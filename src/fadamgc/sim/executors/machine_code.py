@@ -208,7 +208,7 @@ def compiler() -> str | None:
     return next((c for c in (named, "g++", "clang++") if c and shutil.which(c)), None)
 
 
-_codes: dict[str, NativeCode] = {}
+_codes: dict[str, NativeCode | None] = {}  # None where a graph could not be compiled
 
 
 def compiled(graph: Callable[..., Any], arguments: Sequence[Tensor]) -> Code:
@@ -219,30 +219,31 @@ def compiled(graph: Callable[..., Any], arguments: Sequence[Tensor]) -> Code:
     """
     if not isinstance(graph, GraphModule) or compiler() is None:
         return Code(graph)
-    try:
-        pure, constants = _without_constants(graph)
-        arguments = [*constants, *arguments]
-        key = _key(pure, arguments)
-        if key not in _codes:
-            while len(_codes) >= KEPT:
-                del _codes[next(iter(_codes))]
-            _codes[key] = _kept(key, arguments) or _compile(pure, arguments, key)
-    except Exception as error:  # another version of torch may do it differently
-        log.warning("a graph is not compiled, which costs speed: %s", str(error).strip().splitlines()[0])
+    names = list(dict.fromkeys(n.target for n in graph.graph.nodes if n.op == "get_attr"))
+    constants = [operator.attrgetter(name)(graph) for name in names]
+    if not all(isinstance(constant, Tensor) for constant in constants):
+        log.info("a graph that contains another one is not compiled")
         return Code(graph)
-    return _codes[key].with_constants(constants) if constants else _codes[key]
+    pure, arguments = _with_inputs(graph, names), [*constants, *arguments]
+    key = _key(pure, arguments)
+    if key not in _codes:
+        while len(_codes) >= KEPT:
+            del _codes[next(iter(_codes))]
+        try:
+            _codes[key] = _kept(key, arguments) or _compile(pure, arguments, key)
+        except Exception as error:  # another version of torch may do it differently
+            reason = (str(error).strip() or repr(error)).splitlines()[0]
+            log.warning("a graph is not compiled, which costs speed: %s", reason)
+            _codes[key] = None
+    code = _codes[key]
+    if code is None:
+        return Code(graph)
+    return code.with_constants(constants) if constants else code
 
 
-def _without_constants(graph: GraphModule) -> tuple[GraphModule, list[Tensor]]:
-    """Make the tensors that a graph contains its first arguments; return the new graph and these tensors."""
-    reads = [node for node in graph.graph.nodes if node.op == "get_attr"]
-    names = list(dict.fromkeys(node.target for node in reads))
-    tensors = [operator.attrgetter(name)(graph) for name in names]
-    if not names:
-        return graph, []
-    if not all(isinstance(t, Tensor) for t in tensors):
-        raise ValueError("it contains another graph")
-    pure = GraphModule(graph, copy.deepcopy(graph.graph))
+def _with_inputs(graph: GraphModule, names: Sequence[str]) -> GraphModule:
+    """Return the graph with some of the tensors that it contains as its first arguments."""
+    pure = GraphModule(graph, copy.deepcopy(graph.graph)) if names else graph
     front = next(iter(pure.graph.nodes))
     for name in names:
         with pure.graph.inserting_before(front):
@@ -251,7 +252,7 @@ def _without_constants(graph: GraphModule) -> tuple[GraphModule, list[Tensor]]:
             node.replace_all_uses_with(argument)
             pure.graph.erase_node(node)
     pure.recompile()
-    return pure, tensors
+    return pure
 
 
 def _key(graph: GraphModule, arguments: Sequence[Tensor]) -> str:
@@ -333,8 +334,9 @@ def _check(code: NativeCode, graph: GraphModule, arguments: Sequence[Tensor]) ->
     with torch.no_grad():
         graph(*theirs)
     for before, a, b in zip(arguments, ours, theirs, strict=True):
+        rounding = 8 * torch.finfo(a.dtype).eps if a.is_floating_point() else 0.0
         before, a, b = (t.double().nan_to_num(0.0, 0.0, 0.0) for t in (before, a, b))
-        if (a - b).norm() > 0.5 * (b - before).norm() + 1e-6 * before.norm():
+        if (a - b).norm() > 0.5 * (b - before).norm() + rounding * before.norm():
             raise ValueError("the compiled step does something else than the recorded one")
 
 
