@@ -34,6 +34,7 @@ def test_a_lock_ends_with_its_block_and_with_close(tmp_path):
         pass
 
 
+@pytest.mark.slow
 def test_a_killed_process_releases_its_lock(tmp_path):
     code = (
         "import pathlib, sys, time; from fadamgc.files import lock\n"

@@ -131,6 +131,7 @@ NOT_LOADED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("module", "others"), NOT_LOADED.items(), ids=NOT_LOADED)
 def test_a_module_does_not_load_what_it_does_not_need(module, others):
     if "flower" in module:
@@ -144,6 +145,7 @@ def test_a_module_does_not_load_what_it_does_not_need(module, others):
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["data", "models", "tasks", "trackers", "simulate", "load_run"])
 def test_public_parts_are_there_after_a_plain_import(name):
     subprocess.run([sys.executable, "-c", f"import fadamgc; fadamgc.{name}"], check=True)

@@ -108,6 +108,7 @@ def test_run_writes_everything_and_the_options_change_the_spec(spec, tmp_path):
     assert "rounds = 1\n" in (out / "spec.toml").read_text()
 
 
+@pytest.mark.slow
 def test_tuning_from_the_command_line(spec, tmp_path):
     out = tmp_path / "out"
     spec.write_text(TINY.replace("target = 0.05", "target = 0.9"))
@@ -264,6 +265,7 @@ def test_a_folder_that_cannot_be_used_ends_with_the_reason(spec, tmp_path):
     assert (taken / "thesis.tex").read_text() == "mine"
 
 
+@pytest.mark.slow
 def test_a_run_that_diverges_is_named_after_the_table(spec, tmp_path):
     spec.write_text(TINY + 'eta_l = 1e30\n[[method]]\nalgorithm = "fedavg"\neta_l = 1e30')
     out = tmp_path / "out"

@@ -73,6 +73,7 @@ def test_a_program_names_its_experiment_and_its_measure(tmp_path):
     assert len(ExperimentFolder(tmp_path).load().runs["Ours"]) == 1
 
 
+@pytest.mark.slow
 def test_methods_of_one_algorithm_are_told_apart_by_what_differs(tmp_path):
     save(tmp_path, "a", fadamgc.FAdamGC(eta_l=0.1))
     save(tmp_path, "b", fadamgc.FAdamGC(eta_l=0.2))

@@ -136,6 +136,7 @@ def move(page, **powers):
         )
 
 
+@pytest.mark.slow
 def test_the_page_loads_without_an_error_and_without_the_network(view, folder):
     page = view("one")
     assert page.said == []
@@ -192,6 +193,7 @@ def test_methods_can_be_hidden(view):
     assert page.said == []
 
 
+@pytest.mark.slow
 def test_several_experiments_share_a_page(view, folder):
     page = view("both")
     assert minutes(page, "#experiment-0") == expected(folder / "one")

@@ -110,6 +110,7 @@ def test_the_page_loads_nothing_from_outside(done):
     assert "torch" in ours
 
 
+@pytest.mark.slow
 def test_names_cannot_break_the_page(tmp_path):
     spec = spec_of(QUADRATICS + 'label = "<b>x</b>"').replace("run", rounds=1, seeds=(0,))
     run_spec(spec, tmp_path / "out", workers=1, quiet=True)

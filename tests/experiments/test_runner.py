@@ -233,6 +233,7 @@ def test_without_a_terminal_lines_show_the_remaining_time(tmp_path, capsys):
     assert "left" not in lines[-1]
 
 
+@pytest.mark.slow
 def test_a_run_that_diverges_does_not_stop_the_others(tmp_path):
     spec = spec_of(QUADRATICS + "eta_l = 1e300\n" + '[[method]]\nalgorithm = "fedavg"\neta_l = 0.05')
     failures = run_spec(spec.replace("run", rounds=3), tmp_path / "out", workers=1, quiet=True)

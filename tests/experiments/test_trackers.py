@@ -41,6 +41,7 @@ def events(folder):
     return {tag: [(e.step, e.value) for e in reader.Scalars(tag)] for tag in reader.Tags()["scalars"]}
 
 
+@pytest.mark.slow
 def test_tensorboard_has_every_number_of_every_round(tmp_path):
     pytest.importorskip("tensorboard", reason="tensorboard is not installed")
     done = run(trackers.tensorboard(tmp_path / "logs"))
@@ -53,6 +54,7 @@ def test_tensorboard_has_every_number_of_every_round(tmp_path):
     assert shown["bytes_up"] == [(r.round, r.bytes_up) for r in done.history]
 
 
+@pytest.mark.slow
 def test_mlflow_has_every_number_of_every_round(tmp_path):
     client_of = pytest.importorskip("mlflow", reason="mlflow is not installed").MlflowClient
     uri = (tmp_path / "mlruns").as_uri()

@@ -379,6 +379,7 @@ def _hold(folder, ready, seconds):
         time.sleep(seconds)
 
 
+@pytest.mark.slow
 def test_two_processes_do_not_work_on_one_state(tmp_path):
     context = multiprocessing.get_context("fork")
     ready = context.Event()

@@ -59,6 +59,7 @@ class Stalled(Here):
         return super().pull_messages(message_ids)
 
 
+@pytest.mark.slow
 def test_of_ten_clients_with_one_stalled_only_that_one_is_lost(tmp_path):
     sizes = (6, 20, 11, 8, 9, 10, 12, 7, 14, 16)
     _, plain, strategy = make(tmp_path, clients=10, sizes=sizes, rounds=4, min_clients=9, round_timeout=1.0)
@@ -102,6 +103,7 @@ def test_a_stalled_answer_that_comes_at_last_is_not_used(tmp_path):
     assert torch.equal(strategy.coordinator.server.x, run.x)
 
 
+@pytest.mark.slow
 def test_on_flowers_own_grid_a_stalled_client_needs_no_thread(tmp_path):
     _, grid, strategy = linked(tmp_path, clients=10, rounds=4, min_clients=9)
     grid._client.stalled = {("train", 0)}
@@ -130,6 +132,7 @@ def large(app, client, size):
     return answer
 
 
+@pytest.mark.slow
 def test_a_reply_that_is_too_large_is_not_pulled(tmp_path, caplog):
     rounds = BARRED_ROUNDS + 3
     _, grid, strategy = linked(tmp_path, rounds=rounds, min_clients=2)

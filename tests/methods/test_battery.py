@@ -150,6 +150,7 @@ def with_client_optimizer(algo, task, rounds, who, K, B, seed):
     return server.x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("algo", "plan"),
     [

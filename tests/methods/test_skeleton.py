@@ -67,6 +67,7 @@ def test_transcription():
     np.testing.assert_allclose(torch.stack([c.y for c in run.clients]), y_i, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.slow
 def test_one_file_and_one_line_add_an_algorithm(tmp_path):
     """The steps of docs/extending.md, in a copy of the package."""
     shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))

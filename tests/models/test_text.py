@@ -71,6 +71,7 @@ def test_gpt2_trains_the_papers_share():
     assert round(100 * trained / (124_439_808 + trained), 1) == 1.9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", tiny.KINDS)
 def test_weights_depend_on_the_seed_and_the_base_does_not(bases, kind):
     one, same, other = (load_base(bases[kind], 2, seed=s).net for s in (0, 0, 1))
@@ -171,6 +172,7 @@ def test_what_is_trained_below_the_upper_layers_is_refused(bases, data):
         task_of(bases["bert"], data, adapters=adapters, upper_layers=1)
 
 
+@pytest.mark.slow
 def test_models_that_cannot_be_taken_apart_are_left_whole(bases):
     def in_parts(kind, change=None, saved=None):
         adapters = default_adapters(kind)

@@ -75,6 +75,7 @@ def batchnorm_task():
     return class_task(model=model, sizes=(4, 20, 7, 16))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algo", [fadamgc.FAdamGC(), fadamgc.Scaffold(), fadamgc.FedAvgM()])
 def test_batchnorm_buffers_are_averaged_and_never_corrected(algo):
     task = batchnorm_task()

@@ -54,6 +54,20 @@ def assert_same_run(a: fadamgc.Run, b: fadamgc.Run) -> None:
         assert all(torch.equal(u, v) for u, v in zip(p, q, strict=True))
 
 
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A finished run: its checkpoint, and the run saved."""
+    folder = tmp_path_factory.mktemp("finished")
+    simulate(folder / "c").save(folder / "run")
+    return folder
+
+
+@pytest.fixture
+def copy(finished, tmp_path):
+    """A copy of the finished run, to be spoilt."""
+    return Path(shutil.copytree(finished, tmp_path / "copy"))
+
+
 @pytest.mark.slow
 def test_kill_at_random_moments_and_resume(tmp_path):
     """kill -9, again and again; the run that comes out is the one that was never stopped."""
@@ -183,13 +197,12 @@ OTHERS = [
 
 
 @pytest.mark.parametrize(("other", "message"), OTHERS, ids=[message[:30] for _, message in OTHERS])
-def test_a_checkpoint_of_another_run_is_refused(tmp_path, other, message):
-    simulate(tmp_path / "c")
-    before = contents(tmp_path / "c")
+def test_a_checkpoint_of_another_run_is_refused(copy, other, message):
+    before = contents(copy / "c")
     with pytest.raises(fadamgc.CheckpointError, match=message) as error:
-        simulate(tmp_path / "c", **other)
-    assert str(tmp_path / "c") in str(error.value)
-    assert contents(tmp_path / "c") == before
+        simulate(copy / "c", **other)
+    assert str(copy / "c") in str(error.value)
+    assert contents(copy / "c") == before
 
 
 def test_the_same_function_with_another_setting_is_another_loss(tmp_path):
@@ -276,7 +289,11 @@ def edit_json(path: Path) -> None:
 
 
 DAMAGE = [
-    ("checkpoint.json", lambda p: p.write_bytes(p.read_bytes()[:-100]), "cannot be read.*truncated"),
+    (
+        "checkpoint.json",
+        lambda p: p.write_bytes(p.read_bytes()[:-100]),
+        "is truncated or not a file of fadamgc",
+    ),
     ("checkpoint.json", lambda p: p.write_text("{}"), "not a file of fadamgc"),
     ("checkpoint.json", lambda p: p.write_text("[1]"), "not a file of fadamgc"),
     ("checkpoint.json", edit_json, "was altered.*sha256"),
@@ -297,12 +314,11 @@ DAMAGE = [
 
 
 @pytest.mark.parametrize(("file", "damage", "message"), DAMAGE)
-def test_damaged_files_are_refused(tmp_path, file, damage, message):
-    simulate(tmp_path / "c")
-    (path,) = (tmp_path / "c").glob(file)
+def test_damaged_files_are_refused(copy, file, damage, message):
+    (path,) = (copy / "c").glob(file)
     damage(path)
     with pytest.raises(fadamgc.CheckpointError, match=message) as error:
-        simulate(tmp_path / "c", rounds=6)
+        simulate(copy / "c", rounds=6)
     assert path.name in str(error.value)
 
 
@@ -717,16 +733,15 @@ FORGED = [
 
 
 @pytest.mark.parametrize("forged", FORGED, ids=str)
-def test_forged_runs_are_refused(tmp_path, forged):
-    simulate(None, resume=False).save(tmp_path / "run")
-    path = tmp_path / "run" / "run.json"
+def test_forged_runs_are_refused(copy, forged):
+    path = copy / "run" / "run.json"
     body = json.loads(path.read_text()) | forged
     del body["sha256"]
     path.write_text(json.dumps({"sha256": bundle._digest(body), **body}))
     with pytest.raises(
         fadamgc.CheckpointError, match="run.* (is not a run of this version|names no tensor file)"
     ):
-        fadamgc.load_run(tmp_path / "run")
+        fadamgc.load_run(copy / "run")
 
 
 @pytest.mark.parametrize(
@@ -744,18 +759,17 @@ def test_forged_runs_are_refused(tmp_path, forged):
     ],
     ids=str,
 )
-def test_forged_journals_are_refused(tmp_path, line):
-    simulate(tmp_path / "c")
-    path = tmp_path / "c" / "checkpoint.json"
+def test_forged_journals_are_refused(copy, line):
+    path = copy / "c" / "checkpoint.json"
     body = json.loads(path.read_text())
-    journal = Journal(tmp_path / "c" / "checkpoint.jsonl")
+    journal = Journal(copy / "c" / "checkpoint.jsonl")
     list(journal.read(body["journal"], path))
     journal.append([line])
     body["journal"] = journal.mark()
     del body["sha256"]
     path.write_text(json.dumps({"sha256": bundle._digest(body), **body}))
     with pytest.raises(fadamgc.CheckpointError, match="not a run of this version|is damaged"):
-        simulate(tmp_path / "c", rounds=6)
+        simulate(copy / "c", rounds=6)
 
 
 def test_a_packed_record_is_not_unpacked_without_a_limit(tmp_path):

@@ -51,6 +51,7 @@ def test_a_trillion_steps_need_no_memory(executor, batch_size):
     assert calls == 41
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("work", [{"local_steps": 6}, {"local_steps": None, "local_epochs": 2}])
 @pytest.mark.parametrize("norm", [False, True])
 def test_blocks_gather_batches_in_chunks_to_the_same_bits(work, norm, monkeypatch):
@@ -92,6 +93,7 @@ def test_results_do_not_depend_on_the_order_of_execution():
     assert forwards.history == backwards.history
 
 
+@pytest.mark.slow
 def test_results_do_not_depend_on_the_size_of_blocks():
     task = class_task()
     runs = [
@@ -164,6 +166,7 @@ def test_short_names():
     assert repr(simulate(fadamgc.FedAvg(), task)).startswith("Run('fedavg' on 'task', rounds=3, metric=")
 
 
+@pytest.mark.slow
 def test_graphs_of_many_shapes_are_not_all_kept(monkeypatch):
     monkeypatch.setattr("fadamgc.sim.executors.vectorized.CACHED_GRAPHS", 3)
     task = class_task(sizes=range(2, 8), model=mlp(0, nn.BatchNorm1d(8)))
@@ -180,6 +183,7 @@ def test_graphs_of_many_shapes_are_not_all_kept(monkeypatch):
 # Weights, evaluation, stopping, callbacks
 
 
+@pytest.mark.slow
 def test_weights_weigh_the_mean():
     task = class_task(sizes=(2, 6, 4))
     options = {"local_steps": 2, "batch_size": None, "dtype": torch.float64, "rounds": 1}
@@ -265,6 +269,7 @@ def test_stop_at_target():
     )
 
 
+@pytest.mark.slow
 def test_only_true_stops():
     for answer, rounds in ((1, 3), (torch.ones(2), 3), ("yes", 3), (True, 1), (np.True_, 1)):
         run = simulate(fadamgc.FedAvg(), class_task(), callbacks=[lambda end, answer=answer: answer])

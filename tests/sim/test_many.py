@@ -55,6 +55,7 @@ def test_each_run_equals_the_same_run_alone(options):
     assert_same(fadamgc.simulate_many(grid(tasks), **common), alone)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algo", REPRESENTATIVES.values(), ids=REPRESENTATIVES)
 def test_states_of_any_shape_can_be_run_many_at_once(algo):
     task = class_task()
