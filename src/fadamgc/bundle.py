@@ -158,7 +158,7 @@ def read_bundle(
     except RecursionError:
         raise CheckpointError(f"{path} cannot be read (nested too deeply); it is damaged") from None
     except (OSError, EOFError, zlib.error, ValueError) as error:
-        raise CheckpointError(f"{path} is truncated or not a file of fadamgc: {error}") from error
+        raise CheckpointError(f"{path} cannot be read ({error}); it may be truncated") from error
     if not isinstance(body, dict) or not {"sha256", "format", "tensors"} <= body.keys():
         raise CheckpointError(f"{path} is not a file of fadamgc: it has no digest and format")
     if body["format"] not in formats:
@@ -180,7 +180,7 @@ def _decompress(path: Path, data: bytes) -> bytes:
     with gzip.open(io.BytesIO(data)) as file:
         content = file.read(limit + 1)
     if len(content) > limit:
-        raise CheckpointError(f"{path} unpacks from {len(data)} to more than {limit} bytes: not a record")
+        raise CheckpointError(f"{path} is not a record: its {len(data)} bytes unpack to more than {limit}")
     return content
 
 
