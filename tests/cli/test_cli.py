@@ -316,6 +316,7 @@ def test_an_interrupt_keeps_finished_runs_and_says_how_to_resume(spec, tmp_path,
 # What a mistake must not cost.
 
 
+@pytest.mark.slow
 def test_a_refused_command_overwrites_nothing(done, spec, tmp_path):
     before = {path: path.read_bytes() for path in done.rglob("*") if path.is_file()}
     plain = tmp_path / "plain.toml"

@@ -82,6 +82,7 @@ class Steepest(fadamgc.FedAvg):
     title = "Steepest\nof all"
 
 
+@pytest.mark.slow
 def test_a_history_of_a_custom_algorithm_and_metric_is_reported(tmp_path, monkeypatch):
     from fadamgc.methods import _REGISTRY
 

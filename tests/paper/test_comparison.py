@@ -223,6 +223,7 @@ def test_the_page_has_the_papers_row_next_to_ours(root, tmp_path):
     assert text.index("## main-cifar10") < text.index("## theory")
 
 
+@pytest.mark.slow
 def test_links_on_the_page_lead_somewhere(root, tmp_path):
     to = tmp_path / "page.md"
     text = comparison.page(root, to)

@@ -188,6 +188,7 @@ def test_unknown_studies_and_scales_are_refused():
 # That they run
 
 
+@pytest.mark.slow
 def test_a_study_tunes_on_one_experiment_and_sums_up_all(tmp_path, monkeypatch):
     monkeypatch.setattr("fadamgc.paper.study.load_study", lambda *_: parse_study(SMALL, "here", "laptop"))
     shown = fadamgc("reproduce", "small", "--out", tmp_path / "out", "--workers", 1, "--quiet")
@@ -222,6 +223,7 @@ def test_a_study_without_its_data_says_what_to_do(folders, tmp_path):
     assert not (tmp_path / "out" / "runs").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["main-cifar10", "har"])
 def test_the_laptop_scale_runs_from_end_to_end(folders, tmp_path, name):
     (sets.cifar10(folders, train=300) if name != "har" else sets.har(folders))
@@ -288,6 +290,7 @@ def stop_after(job: PlannedRun, rounds: int):
 # Halving
 
 
+@pytest.mark.slow
 def test_halving_tries_a_few_points_for_long_and_many_for_a_short_time(tmp_path):
     spec = parse_study(SMALL, "here", "laptop").members[1].spec
     grid = {
@@ -357,6 +360,7 @@ def test_a_race_chooses_what_the_full_grid_does(count):
     assert (spared > 0) == (count > 1)
 
 
+@pytest.mark.slow
 def test_a_race_makes_fewer_runs(tmp_path):
     spec = parse_study(SMALL, "here", "laptop").members[1].spec.replace("run", target=15.0)
     grid = {"eta_l": (1e-9, 1e-8, 1e-7, 1e-2, 0.1), "eta_g": (1.0,), "seeds": (100, 101, 102), "rounds": 18}
