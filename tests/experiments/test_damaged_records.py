@@ -112,12 +112,12 @@ def test_a_damaged_record_is_named_by_the_report_and_made_again(copy):
     path.write_text(whole[: len(whole) // 2])
     shown = fadamgc("report", copy)
     assert shown.exit_code == 0
-    assert f"warning: FedAvg, seed 0: {path} is truncated or not a file" in shown.stderr
+    assert f"warning: FedAvg, seed 0: {path} cannot be read" in shown.stderr
     assert "(1 of 2 runs, 1 damaged)" in shown.stdout
     assert "(1 of 2 runs, 1 damaged)" in (copy / "results.md").read_text()
     again = fadamgc("run", copy / "spec.toml", "--out", copy, "--resume", "--workers", 1, "--quiet")
     assert again.exit_code == 0
-    assert f"warning: {path} is truncated or not a file" in again.stderr
+    assert f"warning: {path} cannot be read" in again.stderr
     assert "run.json.unreadable-1, and FedAvg, seed 0 is run again" in again.stderr
     assert "1 damaged" not in again.stdout
     histories = [json.loads(text)["history"] for text in (whole, path.read_text())]

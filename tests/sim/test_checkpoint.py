@@ -295,7 +295,7 @@ DAMAGE = [
     (
         "checkpoint.json",
         lambda p: p.write_bytes(p.read_bytes()[:-100]),
-        "is truncated or not a file of fadamgc",
+        "cannot be read.*truncated",
     ),
     ("checkpoint.json", lambda p: p.write_text("{}"), "not a file of fadamgc"),
     ("checkpoint.json", lambda p: p.write_text("[1]"), "not a file of fadamgc"),
