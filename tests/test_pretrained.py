@@ -105,7 +105,10 @@ def test_a_tokenizer_of_another_model_is_refused(bases, own):
     gpt2 = load_base(bases["gpt2"], 2, seed=0).tokenizer
     refused("the tokenizer has 50257 tokens and base=", bases["bert"], own, tokenizer=gpt2)
     refused(
-        "tokenizer='bert' is not accepted; it must be one of transformers", bases["bert"], own, tokenizer="bert"
+        "tokenizer='bert' is not accepted; it must be one of transformers",
+        bases["bert"],
+        own,
+        tokenizer="bert",
     )
 
 
