@@ -112,6 +112,7 @@ def test_bad_costs(bad, message):
         CostModel(**bad)
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_repriced_as_if_it_had_run_with_that_cost_model(tmp_path):
     task = class_task()
     options = {"rounds": 4, "sampled": 3, "tracked": 1, "local_epochs": 1, "batch_size": 4, "seed": 2}

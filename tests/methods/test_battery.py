@@ -202,7 +202,7 @@ def test_untracked_clients_send_nothing_that_only_tracked_ones_send(algo):
 def test_bytes_are_those_of_the_messages(algo):
     task = class_task()
     who = settings_for(algo, task.n)
-    run = fadamgc.simulate(algo, task, rounds=2, local_steps=2, batch_size=4, **who)
+    run = fadamgc.simulate(algo, task, rounds=2, local_steps=2, batch_size=4, executor="loop", **who)
     one = example(algo, run.x)
     size = lambda fields: sum(t.numel() * t.element_size() for t in fields)
     extra = [getattr(one.up, f) for f in algo.tracked_only]
@@ -235,7 +235,8 @@ def test_the_task_is_left_alone_and_the_result_repeats(algo):
 @pytest.mark.parametrize("algo", VARIANTS)
 def test_save_and_load(algo, tmp_path):
     task = class_task()
-    run = fadamgc.simulate(algo, task, rounds=2, local_steps=2, batch_size=4, **settings_for(algo, task.n))
+    options = {"rounds": 2, "local_steps": 2, "batch_size": 4, "executor": "loop"}
+    run = fadamgc.simulate(algo, task, **options, **settings_for(algo, task.n))
     run.save(tmp_path / "run")
     back = fadamgc.load_run(tmp_path / "run", task=task)
     assert back.algorithm == algo

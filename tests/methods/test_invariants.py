@@ -29,6 +29,7 @@ def trajectory(algo, task, executor, **options):
     return torch.stack(seen)
 
 
+@pytest.mark.slow
 @EXECUTORS
 @pytest.mark.parametrize("options", [{}, {"beta2": 0.0}, {"v_hat": "restart"}])
 def test_fadamgc_that_tracks_nobody_is_local_adam_to_the_bit(executor, options):

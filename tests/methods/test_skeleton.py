@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import numpy as np
+import pytest
 import torch
 from test_algorithms import local_round, same, vec
 from test_transcription import PARTIAL, K, make_problem, make_task

@@ -283,6 +283,7 @@ def test_patterns_do_not_know_layers(bases, own):
 # Lengths.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", tiny.KINDS)
 @pytest.mark.parametrize("upper_layers", [None, 1])
 def test_more_tokens_than_a_model_takes_are_refused(bases, tmp_path, kind, upper_layers):

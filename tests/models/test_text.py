@@ -284,6 +284,7 @@ def test_with_dropout_a_run_depends_on_its_seed_alone(bases, data, kind):
     assert not torch.equal(runs[0].x, fadamgc.simulate(fadamgc.FAdamGC(), still, **options).x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", tiny.KINDS)
 def test_dropout_of_adapters_alone(bases, data, kind):
     task = task_of(bases[kind], data, dropout=0.0, adapters=lora(4, TARGETS[kind], dropout=0.3))
@@ -296,6 +297,7 @@ def test_dropout_of_adapters_alone(bases, data, kind):
     assert not torch.equal(runs[0].x, runs[2].x)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("two_threads")
 def test_auto_leaves_out_what_cannot_run_the_model(bases, data, monkeypatch):
     tried = []

@@ -123,6 +123,7 @@ class WeightedLoss(nn.Module):
         return F.cross_entropy(output, target, weight=torch.tensor([0.1, 1.0, 5.0], dtype=output.dtype))
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_a_plain_mean_is_not_padded():
     """Class weights make the loss a quotient; padding would change it, grouping by size does not."""
     task = class_task(sizes=(3, 20, 7, 16))

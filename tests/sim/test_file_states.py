@@ -36,6 +36,7 @@ def assert_same(a, b):
         assert all(torch.equal(p, q) for p, q in zip(left, right, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algo", REPRESENTATIVES.values(), ids=REPRESENTATIVES)
 def test_files_change_no_bit(algo, tmp_path):
     whole = simulate(algo, states="memory")
@@ -46,6 +47,7 @@ def test_files_change_no_bit(algo, tmp_path):
     assert_same(simulate(algo, states="files", checkpoint=tmp_path / "c", resume=True), whole)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_one_kind_is_resumed_with_the_other(tmp_path):
     algo = fadamgc.FAdamGC(init="gradient")
     whole = simulate(algo)
@@ -161,6 +163,7 @@ except fadamgc.CheckpointError as error:
     assert_same(simulate(fadamgc.FAdamGC(), checkpoint=tmp_path / "c", resume=True), whole)
 
 
+@pytest.mark.slow
 def test_memory_grows_with_who_took_part_and_not_with_n():
     n, sampled = 20_000, 40
     data = [(torch.zeros(1, 5), torch.zeros(1, dtype=torch.long))] * n
