@@ -4,12 +4,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 import tomllib
 
 import pytest
 
+import fadamgc
 from fadamgc import InputError
 from fadamgc.experiments.spec.sections import EXECUTORS, CostSpec, MethodSpec, RunSpec, TuneSpec
 from fadamgc.experiments.spec.toml_io import load_spec, parse_spec, preset, presets
@@ -180,3 +182,18 @@ def test_the_docs_name_every_key_and_their_example_is_a_spec():
     for cls in (*TASKS.values(), RunSpec, CostSpec, TuneSpec, MethodSpec):
         for key in set(cls.model_fields) - {"hyperparameters"}:
             assert f"`{key}`" in page, f"{cls.__name__}.{key}"
+
+
+def test_the_run_section_has_every_setting_with_its_default():
+    """A new setting of a run cannot be missed: it is a key of [run], or it is named here."""
+    elsewhere = {"seed", "schedule", "checkpoint_every"}  # seeds are a list; the runner sets the last one
+    for setting in dataclasses.fields(fadamgc.Settings):
+        if setting.name in elsewhere:
+            continue
+        key = RunSpec.model_fields[setting.name]
+        if setting.name == "rounds":
+            assert key.is_required()
+        elif setting.name == "dtype":
+            assert key.default == "float32"  # a spec's models are float32
+        else:
+            assert key.default == setting.default
