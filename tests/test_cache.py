@@ -80,6 +80,7 @@ def test_images_from_a_damaged_cache_are_the_images(cache_folder, tmp_path, kind
         assert file.read_bytes() == data
 
 
+@pytest.mark.slow
 def test_the_file_of_another_array_is_not_read(cache_folder):
     whole, tuning = digits.load(), digits.load(0.25)
     files = sorted((cache_folder / "digits").iterdir())

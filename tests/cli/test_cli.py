@@ -95,6 +95,7 @@ def test_list_shows_every_algorithm_with_what_it_sends():
         assert name in text
 
 
+@pytest.mark.slow
 def test_run_writes_everything_and_the_options_change_the_spec(spec, tmp_path):
     out = tmp_path / "out"
     options = ("--seed", 5, "--seeds", 1, "--rounds", 1, "--methods", "fadamgc", "--workers", 1, "--quiet")
@@ -339,6 +340,7 @@ def test_if_all_runs_diverge_the_reason_is_printed(tmp_path):
     assert re.search(r"FedAvg, seed 0: client \d+ produced a non-finite update in round 1", result.stderr)
 
 
+@pytest.mark.slow
 def test_names_with_brackets_are_names(tmp_path):
     path = tmp_path / "spec.toml"
     text = TINY.replace('name = "tiny"', 'name = "tiny"\ntitle = "[/x] [bold]"')
@@ -376,6 +378,7 @@ def test_extreme_values(tmp_path, old, new, message):
     assert message in result.stderr
 
 
+@pytest.mark.slow
 def test_two_at_once_do_not_write_into_one_folder(spec, tmp_path):
     out = tmp_path / "out"
     with ExperimentFolder(out).lock():

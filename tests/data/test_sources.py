@@ -155,6 +155,7 @@ def test_the_cache_removes_the_least_recently_used_files(tmp_path, monkeypatch):
     assert [file.stem for file in (tmp_path / "some").iterdir()] == ["e"]
 
 
+@pytest.mark.slow
 def test_digits_are_read_from_the_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("FADAMGC_CACHE", str(tmp_path / "cache"))
     made = [digits.load(), digits.load(0.25)]

@@ -95,6 +95,7 @@ def test_runs_of_other_settings_are_not_mixed(tmp_path):
         ExperimentFolder(tmp_path).load()
 
 
+@pytest.mark.slow
 def test_an_experiment_that_lost_its_spec_is_read_from_its_runs(tmp_path):
     spec = parse_spec(SPEC, "test")
     run_spec(spec, tmp_path, workers=1, quiet=True)

@@ -157,6 +157,7 @@ def test_tuning_counts_a_point_whose_metric_is_not_finite(tmp_path):
 # A metric that is not above 0.
 
 
+@pytest.mark.slow
 def test_a_metric_that_is_never_above_0_has_a_linear_axis(copy, figures):
     for label in ("FedAvg", "SCAFFOLD"):
         forge(copy, [-1.0, [-3.0, -2.0, -1.0, 0.0, 0.0, 0.0]], label)

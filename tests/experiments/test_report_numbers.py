@@ -17,6 +17,7 @@ from fadamgc.experiments.run.runner import run_spec
 from tiny_experiments import QUADRATICS, TINY, records, spec_of
 
 
+@pytest.mark.slow
 def test_the_numbers_of_the_report_are_those_of_the_records(done):
     """All recomputed from the JSON files, without the package's own arithmetic."""
     table = summary_frame(read_results(done)).set_index("method")

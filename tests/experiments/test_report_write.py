@@ -54,6 +54,7 @@ def test_without_a_target_nothing_is_called_never_reached(tmp_path):
     assert "never" not in summary_markdown([ReportedExperiment("small", results)])
 
 
+@pytest.mark.slow
 def test_a_report_elsewhere_leaves_the_folder_as_it_is(copy, tmp_path):
     write_report(copy)
     before = contents(copy)

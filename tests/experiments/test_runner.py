@@ -43,6 +43,7 @@ def test_two_workers_give_the_bits_of_one(done, tmp_path):
         assert records(tmp_path / "out" / "runs" / folder.name) == records(folder)
 
 
+@pytest.mark.slow
 def test_resume_keeps_what_is_finished_and_equal(done, tmp_path, monkeypatch):
     out = tmp_path / "out"
     short = spec_of(TINY).replace("run", rounds=1)
@@ -248,6 +249,7 @@ def test_a_run_that_diverges_does_not_stop_the_others(tmp_path):
 # A run that is stopped in the middle.
 
 
+@pytest.mark.slow
 def test_a_stopped_run_resumes(tmp_path):
     spec = spec_of(TINY.replace("rounds = 3", "rounds = 60", 1))
     job = ExperimentFolder(tmp_path).plan(spec)[-1]

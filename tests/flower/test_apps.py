@@ -39,6 +39,7 @@ def test_a_node_must_know_who_it_is(given, monkeypatch, tmp_path):
 # The digits, as the example has them.
 
 
+@pytest.mark.slow
 def test_the_digits_app_gives_the_simulators_numbers_and_a_report(tmp_path, caplog):
     from fadamgc.flower import dataset_apps as digits
 

@@ -69,6 +69,7 @@ def test_a_node_with_too_many_samples_is_turned_away(liar, tmp_path, caplog):
 # Keys.
 
 
+@pytest.mark.slow
 def test_a_client_is_bound_to_the_key_that_first_spoke_for_it(tmp_path, caplog):
     _, grid, first = linked(tmp_path, rounds=4, min_clients=2)
     first.bind_clients = True

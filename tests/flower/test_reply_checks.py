@@ -38,6 +38,7 @@ def times(name, factor):
     return lambda reply: reply._replace(up=reply.up | {name: reply.up[name] * factor})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dx", "dy"])
 @pytest.mark.parametrize("rounds", [0, 2])
 @pytest.mark.parametrize("sizes", [SIZES, SIZES[:2]])
@@ -146,6 +147,7 @@ def norm_world(tmp_path, rounds=6, **options):
     return world
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "change", "said"),
     [

@@ -33,6 +33,7 @@ def test_what_a_killed_server_left_while_it_read_a_checkpoint_is_removed(tmp_pat
 # Going back.
 
 
+@pytest.mark.slow
 def test_the_last_checkpoints_are_kept_and_can_be_restored(tmp_path):
     world = World(tmp_path, sampled=3, tracked=3, rounds=9)
     x = {}

@@ -102,6 +102,7 @@ def test_a_client_that_fails_does_not_stop_the_others(tmp_path):
     assert len(records) == 3
 
 
+@pytest.mark.slow
 def test_a_node_that_returns_under_another_number_continues(tmp_path):
     task, grid, strategy = make(tmp_path, rounds=4)
 

@@ -220,6 +220,7 @@ def test_fadamgc_is_ahead_of_local_adam_on_digits(seed):
     assert half < local
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("name", "executor"),

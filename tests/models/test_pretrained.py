@@ -28,6 +28,8 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from fadamgc.models.pretrained import load_adapter, load_base, lora  # noqa: E402
 from fadamgc.models.text import TextClassifier, encode  # noqa: E402
 
+pytestmark = pytest.mark.slow  # transformers alone takes seconds to import
+
 TEXTS = "text,label\ngood film,0\nbad film,1\na lovely plot,0\nawful,1\n"
 
 
@@ -283,7 +285,6 @@ def test_patterns_do_not_know_layers(bases, own):
 # Lengths.
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", tiny.KINDS)
 @pytest.mark.parametrize("upper_layers", [None, 1])
 def test_more_tokens_than_a_model_takes_are_refused(bases, tmp_path, kind, upper_layers):

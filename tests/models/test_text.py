@@ -34,7 +34,10 @@ from fadamgc.models.pretrained import TARGETS, default_adapters, load_base, lora
 from fadamgc.models.text import TextClassifier, encode
 from problems import REPRESENTATIVES
 
-pytestmark = pytest.mark.usefixtures("cache")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("cache"),
+]  # transformers alone takes seconds to import
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +74,6 @@ def test_gpt2_trains_the_papers_share():
     assert round(100 * trained / (124_439_808 + trained), 1) == 1.9
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", tiny.KINDS)
 def test_weights_depend_on_the_seed_and_the_base_does_not(bases, kind):
     one, same, other = (load_base(bases[kind], 2, seed=s).net for s in (0, 0, 1))
@@ -172,7 +174,6 @@ def test_what_is_trained_below_the_upper_layers_is_refused(bases, data):
         task_of(bases["bert"], data, adapters=adapters, upper_layers=1)
 
 
-@pytest.mark.slow
 def test_models_that_cannot_be_taken_apart_are_left_whole(bases):
     def in_parts(kind, change=None, saved=None):
         adapters = default_adapters(kind)
@@ -263,7 +264,6 @@ def test_the_fast_executor_gives_the_loops_numbers(bases, data, kind, algo):
     assert [r.test_accuracy for r in two.history] == [r.test_accuracy for r in one.history]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", tiny.KINDS)
 def test_with_dropout_a_run_depends_on_its_seed_alone(bases, data, kind):
     from fadamgc.sim.executors import ThreadsExecutor
@@ -284,7 +284,6 @@ def test_with_dropout_a_run_depends_on_its_seed_alone(bases, data, kind):
     assert not torch.equal(runs[0].x, fadamgc.simulate(fadamgc.FAdamGC(), still, **options).x)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", tiny.KINDS)
 def test_dropout_of_adapters_alone(bases, data, kind):
     task = task_of(bases[kind], data, dropout=0.0, adapters=lora(4, TARGETS[kind], dropout=0.3))
@@ -297,7 +296,6 @@ def test_dropout_of_adapters_alone(bases, data, kind):
     assert not torch.equal(runs[0].x, runs[2].x)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("two_threads")
 def test_auto_leaves_out_what_cannot_run_the_model(bases, data, monkeypatch):
     tried = []
@@ -490,7 +488,6 @@ eta_l = 0.05
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "more"), [("bert", "upper_layers = 1"), ("gpt2", "")])
 def test_a_run_leaves_an_adapter_that_peft_alone_reads(bases, folders, tmp_path, kind, more):
     from peft import PeftModel
@@ -544,7 +541,6 @@ def test_labels_have_names(folders):
     assert labels_of("20_newsgroups")[3] == "group 3"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "scale", "kind"),
     [

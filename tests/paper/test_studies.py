@@ -403,6 +403,7 @@ def experiments(tmp_path):
     return found
 
 
+@pytest.mark.slow
 def test_summaries_show_what_was_reached_and_what_was_not(experiments):
     frame = experiments_frame(experiments)
     assert frame["runs_reached"].tolist() == [0, 0, 2, 2]

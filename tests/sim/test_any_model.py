@@ -164,6 +164,7 @@ def test_class_weights_are_not_lost_where_the_initial_model_hides_them():
     agree(fadamgc.Task(zeroed(nn.Linear(5, 3)), WeightedLoss(), task.pairs, task.test_pair), batch_size=8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_the_weight_of_a_rare_class_is_not_lost(seed):
     task = class_task(sizes=(3, 60, 7, 60), seed=seed)
@@ -188,6 +189,7 @@ def test_labels_that_the_loss_ignores_are_ignored():
     agree(fadamgc.Task(zeroed(nn.Linear(5, 3)), loss, clients), batch_size=4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inner", [nn.BatchNorm1d(8), nn.LayerNorm(8), nn.GroupNorm(2, 8)])
 def test_norms(inner):
     agree(class_task(model=zeroed(mlp(0, inner)), sizes=(4, 20, 7, 16)), batch_size=6)

@@ -775,6 +775,7 @@ def test_forged_journals_are_refused(copy, line):
         simulate(copy / "c", rounds=6)
 
 
+@pytest.mark.slow
 def test_a_packed_record_is_not_unpacked_without_a_limit(tmp_path):
     (tmp_path / "run.json.gz").write_bytes(gzip.compress(b" " * 300_000_000, compresslevel=9))
     with pytest.raises(fadamgc.CheckpointError, match="not a record"):

@@ -66,6 +66,7 @@ def test_blocks_gather_batches_in_chunks_to_the_same_bits(work, norm, monkeypatc
     assert torch.equal(run(), at_once)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", ["loop", "threads", "vectorized"])
 def test_another_seed_is_another_run(executor):
     task = class_task()
@@ -196,6 +197,7 @@ def test_weights_weigh_the_mean():
     torch.testing.assert_close(uniform.x, (alone[0] + alone[1] + alone[2]) / 3)
 
 
+@pytest.mark.slow
 def test_weights_of_one_change_nothing():
     task = class_task()
     one, two = (simulate(fadamgc.FAdamGC(), task, weights=w) for w in ("uniform", [2.0] * 6))
@@ -311,6 +313,7 @@ class Pairs(Dataset):
         return self.x[i], int(self.y[i])
 
 
+@pytest.mark.slow
 def test_datasets_are_as_good_as_tensors():
     task = class_task()
     runs = [

@@ -64,6 +64,7 @@ def test_states_that_were_never_changed_take_no_space(tmp_path):
     assert (tmp_path / "c" / "states" / "states.bin").stat().st_size <= 3 * slot
 
 
+@pytest.mark.slow
 def test_a_temporary_file_of_states_has_no_name(tmp_path, monkeypatch):
     """So nothing is left behind, also by a process that is killed."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

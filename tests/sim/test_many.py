@@ -100,6 +100,7 @@ def test_runs_of_different_kinds_may_be_mixed():
     assert_same(fadamgc.simulate_many(runs, task=task, **SHORT), alone)
 
 
+@pytest.mark.slow
 def test_runs_share_blocks():
     blocks = []
 

@@ -41,6 +41,7 @@ def poisoned_task():
     return fadamgc.Task(Poisoned(), F.cross_entropy, clients, task.test_pair)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", ["loop", "threads", "vectorized"])
 @pytest.mark.parametrize(
     "algo", [fadamgc.FAdamGC(), fadamgc.Scaffold(eta_l=1e-3), fadamgc.FedAvg(eta_l=1e-3)]

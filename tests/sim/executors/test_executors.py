@@ -534,6 +534,7 @@ def test_threads_leave_the_number_of_threads_as_it_was():
         torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", ["group", "batch"])
 @pytest.mark.parametrize("width", [4, 16])
 def test_pictures_with_channels_last_agree_with_the_loop(norm, width):
