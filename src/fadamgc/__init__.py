@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 from fadamgc import methods
+from fadamgc.algebra import correction, local, server
+from fadamgc.algebra.compose import compose
 from fadamgc.algorithm import Algorithm, Cohort, add
 from fadamgc.errors import (
     CheckpointError,
@@ -54,7 +56,11 @@ __all__ = [
     "Settings",
     "Task",
     "add",
+    "compose",
+    "correction",
     "load_run",
+    "local",
+    "server",
     "simulate",
     "simulate_many",
 ]

@@ -25,7 +25,8 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar, Generic, NamedTuple, TypeAlias, TypeVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Self, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -69,10 +70,43 @@ class Algorithm(ABC, Generic[ServerT, DownT, ClientT, LocalT, UpT]):
     tracked_only: ClassVar[tuple[str, ...]] = ()
     """Fields of ``up`` that only tracked clients send; they must be zero for all other clients."""
 
-    eta_l: float
+    if TYPE_CHECKING:
+
+        @property
+        def eta_l(self) -> float:
+            """The local step size; every algorithm has it, as a field or as a property."""
 
     def __post_init__(self) -> None:
         check_fields(self)
+
+    # Hyperparameters as plain data, for specs, files and messages.
+
+    @classmethod
+    def setting_names(cls) -> tuple[str, ...]:
+        """Return the names of the hyperparameters that ``make`` accepts."""
+        return tuple(f.name for f in dataclasses.fields(cls) if not f.metadata.get("internal"))
+
+    @classmethod
+    def make(cls, **settings: Any) -> Self:
+        """Make an algorithm from plain data, the inverse of ``plain``."""
+        return cls(**settings)
+
+    def plain(self) -> dict[str, Any]:
+        """Return the hyperparameters as plain data."""
+        return {name: getattr(self, name) for name in self.setting_names()}
+
+    def replace(self, **changes: Any) -> Self:
+        """Return the algorithm with other values of some hyperparameters."""
+        return dataclasses.replace(self, **changes)
+
+    def for_model(self, shapes: Sequence[torch.Size]) -> Self:  # noqa: ARG002
+        """Return the algorithm for a model whose parameters have these shapes; most need no shapes."""
+        return self
+
+    @property
+    def coin(self) -> float | None:
+        """The probability that a round ends after each step, for all clients; None: K is a setting."""
+        return None
 
     @property
     def init_gradient(self) -> bool:

@@ -10,9 +10,11 @@ import dataclasses
 import math
 from collections.abc import Callable
 from types import NoneType
-from typing import Any
+from typing import Any, TypeVar
 
 from fadamgc.errors import not_accepted, real
+
+T = TypeVar("T")
 
 LARGEST_EXACT = 2**53  # integers up to this value are exact as floats
 
@@ -24,6 +26,14 @@ def check_fields(instance: Any) -> None:
         if rule is not None:
             value = rule(f"{type(instance).__name__}.{field.name}", getattr(instance, field.name))
             object.__setattr__(instance, field.name, value)
+
+
+def unchecked(cls: type[T], **values: Any) -> T:
+    """Make an instance of a dataclass without checking its fields, which may be tensors."""
+    instance = object.__new__(cls)
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+        object.__setattr__(instance, field.name, values.get(field.name, field.default))
+    return instance
 
 
 def positive(default: float) -> Any:
@@ -49,6 +59,16 @@ def decay(default: float) -> Any:
 def share(default: float) -> Any:
     """Declare a share, 0 < share <= 1."""
     return _field(default, lambda v: _is_finite(v) and 0 < v <= 1, "a number with 0 < value <= 1")
+
+
+def optional_share() -> Any:
+    """Declare a share, 0 < share <= 1, or None, the default."""
+    return _field(None, lambda v: v is None or (_is_finite(v) and 0 < v <= 1), "None or 0 < value <= 1")
+
+
+def internal(default: Any) -> Any:
+    """Declare a value that is not a hyperparameter: it follows from the model."""
+    return dataclasses.field(default=default, repr=False, metadata={"internal": True})
 
 
 def choice(*options: str) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any, overload
 
@@ -29,7 +28,7 @@ class ClientOptimizer(Optimizer):
     The ``lr`` of a group is its eta_l; a scheduler may change it. A change takes effect at the next
     ``start_round``, because rules such as SCAFFOLD's divide by the step size of the whole round. The
     server's rule of FedAvg-M and SCAFFOLD-M divides by eta_l as well: if lr differs from the algorithm's
-    eta_l, aggregate with ``dataclasses.replace(algorithm, eta_l=lr)``, and use one lr for all groups.
+    eta_l, aggregate with ``algorithm.replace(eta_l=lr)``, and use one lr for all groups.
 
     Args:
         params: parameters or groups, as for any torch optimizer.
@@ -172,7 +171,7 @@ class ClientOptimizer(Optimizer):
         return map_leaves(lambda *pieces: torch.cat(pieces), *ups)
 
     def _algorithm(self, group: dict[str, Any]) -> AnyAlgorithm:
-        return dataclasses.replace(self.algorithm, eta_l=self._state(group)["eta_l"])
+        return self.algorithm.replace(eta_l=self._state(group)["eta_l"])
 
     def _split(self, name: str, vector: Tensor | None) -> list[Tensor]:
         """Return the piece of a vector that belongs to each group."""

@@ -181,7 +181,7 @@ def list_() -> None:
     from fadamgc.experiments.spec.sections import EXECUTORS
     from fadamgc.experiments.spec.toml_io import preset, presets
     from fadamgc.federation.cost import traffic
-    from fadamgc.methods import algorithm_class, algorithms
+    from fadamgc.methods import algorithms, make_algorithm
     from fadamgc.paper.study import studies
     from fadamgc.tasks.sections import RUNNABLE, LabelledTask
 
@@ -190,14 +190,13 @@ def list_() -> None:
     for title in ("name", "title", "down", "up", "also up if tracked", "settings and their defaults"):
         table.add_column(title, justify="right" if "up" in title or title == "down" else "left")
     for name in algorithms():
-        cls = algorithm_class(name)
-        algorithm = cls()  # type: ignore[call-arg]  # every registered algorithm has defaults
+        algorithm = make_algorithm(name)
         sent = traffic(algorithm, d=1)
         settings = ", ".join(
             f"{f.name}={getattr(algorithm, f.name)!r}" for f in dataclasses.fields(algorithm)
         )
         vectors = [sent.down // 4, sent.up // 4, sent.up_tracked // 4]
-        table.add_row(name, cls.title, *map(str, vectors), settings)
+        table.add_row(name, algorithm.title, *map(str, vectors), settings)
     console.print(table)
     for name in presets():
         console.print(f"\npreset [bold]{name}[/]: {preset(name).title}", highlight=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -195,7 +194,7 @@ class Federation:
         """Return what must be equal for one run to be the continuation of another."""
         return {
             "algorithm": algorithm_name(self.algorithm),
-            "hyperparameters": dataclasses.asdict(self.algorithm),
+            "hyperparameters": self.algorithm.plain(),
             "clients": self.n,
             "dtype": str(self.functions.dtype).removeprefix("torch."),
             **self.settings.to_json(),

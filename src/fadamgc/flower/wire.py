@@ -5,7 +5,6 @@ Vectors are sent as their plain bytes, so the arrays of a message have the size 
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import sys
@@ -102,7 +101,6 @@ def _tensor(name: str, array: Array) -> Tensor:
 def request_content(train: TrainRequest) -> RecordDict:
     """Convert a request to the content of a message."""
     request, settings, algorithm = train.request, train.settings, train.algorithm
-    hyperparameters = {field.name: getattr(algorithm, field.name) for field in dataclasses.fields(algorithm)}
     local = {key: getattr(settings, key) for key in LOCAL_SETTINGS}
     config: dict[str, Any] = {
         **_header(request),
@@ -110,7 +108,7 @@ def request_content(train: TrainRequest) -> RecordDict:
         "counted-attempt": request.counted.attempt,
         "tracked": train.tracked,
         "algorithm": algorithm_name(algorithm),
-        "hyperparameters": json.dumps(as_json(hyperparameters)),
+        "hyperparameters": json.dumps(as_json(algorithm.plain())),
         "seed": settings.seed,
         **{key: value for key, value in local.items() if value is not None},
     }

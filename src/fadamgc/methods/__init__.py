@@ -6,7 +6,6 @@ its file to ``make_algorithm``, specs, Flower and the command line, and its clas
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from fadamgc.algorithm import Algorithm, AnyAlgorithm
@@ -24,10 +23,29 @@ from fadamgc.methods.scaffold import Scaffold as Scaffold
 from fadamgc.methods.scaffold_m import ScaffoldM as ScaffoldM
 from fadamgc.methods.fedadam import FedAdam as FedAdam
 from fadamgc.methods.fedams import FedAMS as FedAMS
+from fadamgc.methods.fedprox import FedProx as FedProx
+from fadamgc.methods.fednova import FedNova as FedNova
+from fadamgc.methods.server_momentum import ServerMomentum as ServerMomentum
+from fadamgc.methods.fedadagrad import FedAdagrad as FedAdagrad
+from fadamgc.methods.fedyogi import FedYogi as FedYogi
+from fadamgc.methods.fedexp import FedExP as FedExP
+from fadamgc.methods.fedacg import FedACG as FedACG
+from fadamgc.methods.feddyn import FedDyn as FedDyn
+from fadamgc.methods.feddc import FedDC as FedDC
+from fadamgc.methods.scaffnew import Scaffnew as Scaffnew
+from fadamgc.methods.scaffold_local import ScaffoldLocal as ScaffoldLocal
+from fadamgc.methods.mimelite import MimeLite as MimeLite
+from fadamgc.methods.fedlada import FedLADA as FedLADA
+from fadamgc.methods.fedlalr import FedLALR as FedLALR
+from fadamgc.methods.fedadamw import FedAdamW as FedAdamW
+from fadamgc.methods.diloco import DiLoCo as DiLoCo
+from fadamgc.methods.fedlion import FedLion as FedLion
+from fadamgc.methods.fedmuon_sign import FedMuonSign as FedMuonSign
+from fadamgc.algebra.compose import Composed as Composed
 # isort: on
 
 _REGISTRY: dict[str, type[AnyAlgorithm]] = {
-    value.__module__.removeprefix(f"{__name__}."): value
+    value.__module__.rpartition(".")[2]: value
     for value in list(globals().values())
     if isinstance(value, type) and issubclass(value, Algorithm) and value is not Algorithm
 }
@@ -78,9 +96,9 @@ def make_algorithm(name: str, **settings: Any) -> AnyAlgorithm:
     FedAvg(eta_l=0.5, eta_g=1.0)
     """
     cls = algorithm_class(name)
-    known = [field.name for field in dataclasses.fields(cls)]
+    known = cls.setting_names()
     for key in settings:
         if key not in known:
             hint = nearest(key, known)
             raise InputError(f"{name} has no setting {shown(key)}{hint}; it has {', '.join(known)}")
-    return cls(**settings)
+    return cls.make(**settings)

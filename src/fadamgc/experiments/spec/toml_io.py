@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
@@ -108,15 +107,14 @@ def _method(table: dict[str, Any], number: int, custom: bool) -> MethodSpec:
     if not custom:
         try:
             cls = algorithm_class(name)
-            known = [*METHOD_KEYS, *(field.name for field in dataclasses.fields(cls))]
+            known = [*METHOD_KEYS, *cls.setting_names()]
             for key in table:
                 if key not in known:
                     raise InputError(
                         f"{name} has no key {shown(key)}{nearest(key, known)}; it has {', '.join(known)}"
                     )
-            make_algorithm(name, **hyperparameters)
+            label = make_algorithm(name, **hyperparameters).title
         except InputError as error:
             raise InputError(f"{place}: {error}") from None
-        label = cls.title
     plain = {"label": label} | {key: table[key] for key in METHOD_KEYS if key in table}
     return MethodSpec.from_table(plain | {"hyperparameters": hyperparameters}, place)

@@ -15,7 +15,7 @@ from torch.func import grad_and_value, vmap
 from fadamgc.algorithm import AnyAlgorithm
 from fadamgc.federation.functions import Buffers, TaskFunctions
 from fadamgc.federation.jobs import Job
-from fadamgc.sim.executors.trace import lifted
+from fadamgc.hyperparameters import numbers, with_values
 from fadamgc.tree import leaves, map_leaves, rebuild
 
 
@@ -31,7 +31,8 @@ class Inputs(NamedTuple):
     @classmethod
     def of(cls, jobs: Sequence[Job], functions: TaskFunctions, lifted_names: Sequence[str]) -> Inputs:
         """Stack what the jobs start from."""
-        hyper = [[float(getattr(job.round.algorithm, name)) for job in jobs] for name in lifted_names]
+        values = [numbers(job.round.algorithm) for job in jobs]
+        hyper = [[float(v[name]) for v in values] for name in lifted_names]
         gradients = [g for job in jobs if (g := job.whole_gradient()) is not None]
         return cls(
             fixed={name: value.contiguous() for name, value in functions.fixed.items()},
@@ -133,7 +134,7 @@ class BlockMath:
         return state, up
 
     def _with(self, hyper: list[Tensor]) -> AnyAlgorithm:
-        return lifted(self.algorithm, dict(zip(self.lifted_names, hyper, strict=True)))
+        return with_values(self.algorithm, dict(zip(self.lifted_names, hyper, strict=True)))
 
     def _loss(self, x: Tensor, buffers: Buffers, fixed: Buffers, batch: Batch) -> tuple[Tensor, Buffers]:
         """Return the loss of one client on one batch and the buffers after it, as a pure function."""

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from fadamgc.algorithm import AnyAlgorithm
+from fadamgc.hyperparameters import numbers, with_values
 from fadamgc.sim.executors.machine_code import Code, compiled
-from fadamgc.sim.executors.trace import flat_function, liftable, lifted, pointwise, record
+from fadamgc.sim.executors.trace import flat_function, liftable, pointwise, record
 from fadamgc.tree import leaves, rebuild, skeleton
 
 PIECE = (
@@ -36,7 +37,8 @@ class Rules:
     def __init__(self, algorithm: AnyAlgorithm, compile: bool) -> None:
         self.algorithm, self.compile = algorithm, compile
         self.names = liftable(algorithm) if compile else ()
-        self.hyper = [torch.tensor(float(getattr(algorithm, n)), dtype=torch.float64) for n in self.names]
+        values = numbers(algorithm)
+        self.hyper = [torch.tensor(float(values[name]), dtype=torch.float64) for name in self.names]
         self.failed = False  # whether the compilation of a step has failed
         self._step: Callable[..., Any] | None = None  # in place, on flat arguments
         self._code: Code | None = None  # the same step, compiled
@@ -143,7 +145,7 @@ class Rules:
         def step(hyper: list[Tensor], down: Any, client: Any, x: Tensor, local: Any, g: Tensor) -> Any:
             algo = self.algorithm
             if self.names:
-                algo = lifted(algo, dict(zip(self.names, hyper, strict=True)))
+                algo = with_values(algo, dict(zip(self.names, hyper, strict=True)))
             return algo.step(down, client, local, x, g)
 
         pure = flat_function(step, arguments)

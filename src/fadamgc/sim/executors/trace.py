@@ -6,8 +6,6 @@ in Python. ``machine_code`` compiles such a record.
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -19,6 +17,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fadamgc.algorithm import AnyAlgorithm, example
+from fadamgc.hyperparameters import numbers, with_values
 from fadamgc.tree import leaves, rebuild, skeleton
 
 log = logging.getLogger("fadamgc")
@@ -44,25 +43,15 @@ def liftable(algorithm: AnyAlgorithm) -> tuple[str, ...]:
     trying the rules on tensors that refuse to be inspected.
     """
     names = []
-    for field in dataclasses.fields(algorithm):
-        value = getattr(algorithm, field.name)
-        if isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool)):
-            stand_in = torch.tensor(float(value), dtype=torch.float64).as_subclass(Hidden)
-            try:
-                example(lifted(algorithm, {field.name: stand_in}), torch.zeros(2))
-            except Exception as error:  # a rule may do anything with a number that it inspects
-                log.debug("%s.%s is a constant of its graph (%s)", algorithm, field.name, error)
-            else:
-                names.append(field.name)
+    for name, value in numbers(algorithm).items():
+        stand_in = torch.tensor(float(value), dtype=torch.float64).as_subclass(Hidden)
+        try:
+            example(with_values(algorithm, {name: stand_in}), torch.zeros(2))
+        except Exception as error:  # a rule may do anything with a number that it inspects
+            log.debug("%s.%s is a constant of its graph (%s)", algorithm, name, error)
+        else:
+            names.append(name)
     return tuple(names)
-
-
-def lifted(algorithm: AnyAlgorithm, values: dict[str, Tensor]) -> AnyAlgorithm:
-    """Return the algorithm with tensors in the place of some of its numbers."""
-    twin = copy.copy(algorithm)
-    for name, value in values.items():
-        object.__setattr__(twin, name, value)
-    return twin
 
 
 def flat_function(function: Function, arguments: tuple[Any, ...]) -> Callable[..., list[Tensor]]:

@@ -23,13 +23,14 @@ from fadamgc.algorithm import AnyAlgorithm
 from fadamgc.errors import FadamgcError, InputError
 from fadamgc.federation.jobs import Job, Result
 from fadamgc.federation.traits import check_batchable, is_samplewise
+from fadamgc.hyperparameters import with_values
 from fadamgc.runtime import one_thread
 from fadamgc.sim.executors.base import Workload
 from fadamgc.sim.executors.block import Batch, BlockMath, End, Inputs, Progress
 from fadamgc.sim.executors.block_batches import block_batches, padded_width
 from fadamgc.sim.executors.loop import run_job
 from fadamgc.sim.executors.machine_code import Code, compiled, compiler
-from fadamgc.sim.executors.trace import flat_function, liftable, lifted, record
+from fadamgc.sim.executors.trace import flat_function, liftable, record
 from fadamgc.tree import leaves, map_leaves, rebuild, skeleton
 
 log = logging.getLogger("fadamgc")
@@ -116,7 +117,7 @@ class VectorizedExecutor:
     def _kind(self, algorithm: AnyAlgorithm) -> _Kind:
         if algorithm not in self._kinds:
             names = liftable(algorithm)
-            without_numbers = lifted(algorithm, dict.fromkeys(names, torch.empty(0)))
+            without_numbers = with_values(algorithm, dict.fromkeys(names, torch.empty(0)))
             self._kinds[algorithm] = _Kind(names, repr(without_numbers))
         return self._kinds[algorithm]
 
