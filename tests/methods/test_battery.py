@@ -13,6 +13,7 @@ from torch import nn
 
 import fadamgc
 from compiling import needs_compiler
+from fadamgc import compose, correction, local, server
 from fadamgc.algorithm import Cohort, add, example
 from fadamgc.federation.client_data import ClientTable
 from fadamgc.federation.cost import traffic
@@ -21,10 +22,31 @@ from fadamgc.federation.sampling import batches, draw
 from fadamgc.fields import options
 from fadamgc.methods import _REGISTRY, algorithm_class
 from fadamgc.sim.executors import ThreadsExecutor, VectorizedExecutor
+from fadamgc.tree import leaves, named_leaves
 from problems import EVEN, class_task, settings_for
 from skeleton import MyMethod
 
 CLASSES = {name: algorithm_class(name) for name in fadamgc.algorithms()} | {"skeleton": MyMethod}
+
+# Every local rule, correction and server rule, and every home of a moment, each in one composition at least.
+COMPOSITIONS = {
+    f"compose-{name}": algorithm
+    for name, algorithm in {
+        "momentum-keep-post": compose(local.Momentum(0.05, m="keep"), "post"),
+        "nesterov-share-pre": compose(local.Momentum(0.05, nesterov=True, m="share"), "pre"),
+        "adam-share": compose(local.Adam(m="share", v="share", bias_correction=True), "none", server.Adam()),
+        "amsgrad-pre+direction": compose(local.Adam(amsgrad=True, v="share"), "pre+direction", alpha=0.2),
+        "adamw-keep-pre": compose(
+            local.AdamW(m="keep", amsgrad=True, bias_correction=True), "pre", server.Nesterov()
+        ),
+        "adamw-l2": compose(local.AdamW(v="reset", decoupled=False), "none", server.Momentum()),
+        "adagrad-pre": compose(local.AdaGrad(), "pre", server.AMSGrad()),
+        "rmsprop-direction": compose(local.RMSProp(v="share"), "direction"),
+        "lion-pre": compose(local.Lion(m="keep"), "pre", server.Yogi()),
+        "sign-proximal": compose(local.Sign(), correction.Proximal(0.1), server.AdaGrad()),
+    }.items()
+}
+MEANS = ("y", "C", "s", "h", "correction.y")  # fields of a server that are the mean of the clients' fields
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -47,7 +69,10 @@ def variants(name: str) -> dict[str, fadamgc.Algorithm]:
 
 
 VARIANTS = [pytest.param(algo, id=id) for name in CLASSES for id, algo in variants(name).items()]
-DEFAULTS = [pytest.param(cls(), id=name) for name, cls in CLASSES.items()]
+VARIANTS += [pytest.param(algo, id=name) for name, algo in COMPOSITIONS.items()]
+VARIANTS += [pytest.param(compose(local.SGD(), correction.Pre(init="gradient")), id="compose-pre-gradient")]
+NAMED = {name: cls() for name, cls in CLASSES.items()} | COMPOSITIONS
+DEFAULTS = [pytest.param(algo, id=name) for name, algo in NAMED.items()]
 
 
 def test_the_variants_are_found():
@@ -83,8 +108,7 @@ def assert_equal_to_rounding(run, reference):
         for name in ("sampled", "tracked", "bytes_up", "bytes_down"):
             assert getattr(a, name) == getattr(b, name)
     for a, b in zip(reference.clients, run.clients, strict=True):
-        for field, value in a._asdict().items():
-            torch.testing.assert_close(getattr(b, field), value, rtol=1e-11, atol=1e-12)
+        torch.testing.assert_close(leaves(b), leaves(a), rtol=1e-11, atol=1e-12)
 
 
 # The steps that are compiled are those that the executor records and runs without a compiler, too. They are
@@ -155,7 +179,7 @@ def with_client_optimizer(algo, task, rounds, who, K, B, seed):
     ("algo", "plan"),
     [
         pytest.param(algo, plan, id=f"{name}-{next(iter(plan))}")
-        for name, algo in ((name, cls()) for name, cls in CLASSES.items())
+        for name, algo in NAMED.items()
         for plan in ({"local_epochs": 2, "batch_size": 6}, {"local_steps": 7, "batch_size": 12})
         if not (algo.full_participation and "local_epochs" in plan)  # it needs the same K at every client
     ],
@@ -177,13 +201,13 @@ def test_ragged_clients_are_masked_correctly(algo, plan):
 def test_methods_are_pure(algo):
     x = torch.linspace(1, 2, 5, dtype=torch.float64)
     before = example(algo, x)
-    copies = [[t.clone() for t in part] for part in before]
+    copies = [[t.clone() for t in leaves(part)] for part in before]
     after = example(algo, x)
     algo.aggregate(before.server, before.up, Cohort(n=4, S=2, K=1))
     algo.finish(before.down, before.client, before.local, x + 1, 3, False)
     algo.step(before.down, before.client, before.local, x + 2, x - 1)
     for part, copy, again in zip(before, copies, after, strict=True):
-        for a, b, c in zip(part, copy, again, strict=True):
+        for a, b, c in zip(leaves(part), copy, leaves(again), strict=True):
             assert torch.equal(a, b)
             assert torch.equal(a, c)
 
@@ -194,7 +218,7 @@ def test_untracked_clients_send_nothing_that_only_tracked_ones_send(algo):
     one = example(algo, x)
     _, up = algo.finish(one.down, one.client, one.local, x + 1, 3, False)
     for field in algo.tracked_only:
-        assert torch.equal(getattr(up, field), torch.zeros_like(x))
+        assert not any(leaf.any() for leaf in leaves(getattr(up, field)))
     assert set(algo.tracked_only) <= set(up._fields)
 
 
@@ -204,7 +228,7 @@ def test_bytes_are_those_of_the_messages(algo):
     who = settings_for(algo, task.n)
     run = fadamgc.simulate(algo, task, rounds=2, local_steps=2, batch_size=4, executor="loop", **who)
     one = example(algo, run.x)
-    size = lambda fields: sum(t.numel() * t.element_size() for t in fields)
+    size = lambda fields: sum(t.numel() * t.element_size() for t in leaves(fields))
     extra = [getattr(one.up, f) for f in algo.tracked_only]
     for record in run.history:
         assert record.bytes_down == who["sampled"] * size(one.down)
@@ -244,7 +268,7 @@ def test_save_and_load(algo, tmp_path):
     assert [r.wall_seconds for r in back.history] == [r.wall_seconds for r in run.history]
     for a, b in zip([run.server, *run.clients], [back.server, *back.clients], strict=True):
         assert type(a) is type(b)
-        assert all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
+        assert all(torch.equal(p, q) for p, q in zip(leaves(a), leaves(b), strict=True))
     assert torch.equal(torch.nn.utils.parameters_to_vector(back.model.parameters()), run.x)
 
 
@@ -258,15 +282,15 @@ def test_resume_is_bit_for_bit(algo, tmp_path):
         run = fadamgc.simulate(algo, task, rounds=stop, checkpoint=tmp_path / "c", resume=True, **options)
     assert run.history == whole.history
     for a, b in zip([run.server, *run.clients], [whole.server, *whole.clients], strict=True):
-        assert all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
+        assert all(torch.equal(p, q) for p, q in zip(leaves(a), leaves(b), strict=True))
 
 
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("name", NAMED)
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 @given(data=st.data())
 def test_invariants_over_shapes_of_federations(name, data):
     """Whatever n, S, S~, K, sizes and seed: y is the mean of the y_i, and who is absent is untouched."""
-    algo = fadamgc.make_algorithm(name, eta_l=data.draw(st.sampled_from([1e-3, 0.05])))
+    algo = NAMED[name].replace(eta_l=data.draw(st.sampled_from([1e-3, 0.05])))
     sizes = data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=6), label="sizes")
     n = len(sizes)
     S = n if algo.full_participation else data.draw(st.integers(1, n), label="S")
@@ -283,10 +307,12 @@ def test_invariants_over_shapes_of_federations(name, data):
         assert len(record.tracked) == tracked
         assert set(record.tracked) <= set(record.sampled)
         for i in set(range(n)) - set(record.sampled):
-            assert all(torch.equal(p, q) for p, q in zip(before[i], after[i], strict=True))
-        if "y" in type(run.server)._fields:
-            for i in set(range(n)) - set(record.tracked):
-                assert torch.equal(before[i].y, after[i].y)
-    if "y" in type(run.server)._fields:
-        mean = torch.stack([client.y for client in run.clients]).mean(0)
-        torch.testing.assert_close(run.server.y, mean, rtol=1e-9, atol=1e-12)
+            assert all(torch.equal(p, q) for p, q in zip(leaves(before[i]), leaves(after[i]), strict=True))
+        for i in set(range(n)) - set(record.tracked):
+            old, new = named_leaves(before[i]), named_leaves(after[i])
+            tracked_fields = [field for field in MEANS if field in old and field != "h"]
+            assert all(torch.equal(old[field], new[field]) for field in tracked_fields)
+    for field, value in named_leaves(run.server).items():
+        if field in MEANS and field in named_leaves(run.clients.initial):
+            mean = torch.stack([named_leaves(client)[field] for client in run.clients]).mean(0)
+            torch.testing.assert_close(value, mean, rtol=1e-9, atol=1e-12)

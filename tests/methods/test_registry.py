@@ -20,7 +20,8 @@ def final_classes(file):
 def test_every_file_in_methods_is_registered_under_its_name():
     files = [path.stem for path in Path(methods.__file__).parent.glob("*.py") if path.stem != "__init__"]
     found = {file: final_classes(file) for file in files}
-    assert {file: cls for file, (cls,) in ((f, c) for f, c in found.items() if c)} == methods._REGISTRY
+    registered = {file: cls for file, (cls,) in ((f, c) for f, c in found.items() if c)}
+    assert registered | {"compose": fadamgc.Composed} == methods._REGISTRY
     for name in fadamgc.algorithms():
         assert algorithm_name(fadamgc.make_algorithm(name)) == name
 
@@ -44,6 +45,6 @@ def test_the_package_exports_every_method_and_no_more():
     assert sorted(set(fadamgc.__all__) - set(classes)) == [
         "Algorithm", "CheckpointError", "CheckpointInUseError", "ClientOptimizer", "Cohort", "CostModel",
         "FadamgcError", "InputError", "NonFiniteError", "OtherRunError", "Record", "RoundEnd", "Run",
-        "Settings", "Task", "add", "algorithms", "load_run", "make_algorithm", "register", "simulate",
-        "simulate_many",
+        "Settings", "Task", "add", "algorithms", "compose", "correction", "load_run", "local",
+        "make_algorithm", "register", "server", "simulate", "simulate_many",
     ]  # fmt: skip
