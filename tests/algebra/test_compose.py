@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
 import pytest
 import torch
+from torch import Tensor
 
 import fadamgc
 from fadamgc import compose, correction, local, server
+from fadamgc.algebra.correction import Correction
+from fadamgc.algebra.local import LocalRule
+from fadamgc.algebra.server import ServerRule
+from fadamgc.fields import choice, nonnegative, positive
+from fadamgc.sim.executors.trace import liftable
 from problems import class_task
 from short_runs import simulate
 
@@ -42,3 +51,205 @@ def test_compositions_are_the_literal_methods_to_the_bit(name, executor):
     assert torch.equal(one.x, other.x)
     assert [r.bytes_up for r in one.history] == [r.bytes_up for r in other.history]
     assert [r.bytes_down for r in one.history] == [r.bytes_down for r in other.history]
+
+
+def test_scaffold_is_sgd_with_gradient_correction_to_rounding():
+    # SCAFFOLD computes the mean gradient from the way that the client went, SCAFFOLD-M adds y_i before y.
+    options = {"dtype": torch.float64, "executor": "loop", "rounds": 5}
+    composed = simulate(compose(local.SGD(0.2), "pre"), class_task(), **options)
+    for literal in (fadamgc.Scaffold(eta_l=0.2), fadamgc.ScaffoldM(eta_l=0.2, beta=1.0)):
+        run = simulate(literal, class_task(), **options)
+        torch.testing.assert_close(composed.x, run.x, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(composed.server.correction.y, run.server.y, rtol=1e-9, atol=1e-11)
+
+
+# Plain data.
+
+
+def test_a_composition_is_plain_data_and_back():
+    for algorithm in (
+        *(pair[1] for pair in EQUAL.values()),
+        compose(local.SGD(), "pre+direction", alpha=0.3),
+    ):
+        assert fadamgc.make_algorithm("compose", **algorithm.plain()) == algorithm
+
+
+def test_factors_by_name_with_the_step_sizes_next_to_them():
+    algorithm = fadamgc.make_algorithm(
+        "compose",
+        local={"rule": "lion", "m": "keep"},
+        correction="direction",
+        alpha=0.4,
+        eta_l=0.5,
+        eta_g=2.0,
+    )
+    assert algorithm == compose(
+        local.Lion(0.5, m="keep"), correction.Direction(alpha=0.4), server.Average(2.0)
+    )
+    assert (algorithm.eta_l, algorithm.eta_g) == (0.5, 2.0)
+    assert algorithm.replace(eta_l=0.1).local.eta_l == 0.1
+    assert algorithm.title == "Lion (m keep) x direction x Average"
+
+
+def test_titles_say_what_a_composition_is():
+    assert compose().title == "SGD x none x Average"
+    assert compose(AMSGRAD, "pre", server.Yogi()).title == "AMSGrad (m reset, v keep) x pre x Yogi"
+    assert compose(local.AdamW(amsgrad=True)).title == "AMSGradW (m reset, v keep) x none x Average"
+
+
+# What is refused.
+
+REFUSED = {
+    "a class": (lambda: compose(local.Adam), r"local=Adam is a class; make an instance: Adam\(\)"),
+    "another kind": (lambda: compose(server.Adam()), r"local=Adam\(.* is not a LocalRule; there are fadamgc"),
+    "a number": (
+        lambda: compose(server=1.0),
+        r"server=1.0 is not a ServerRule; there are fadamgc.server.Average",
+    ),
+    "unknown correction": (
+        lambda: compose(correction="prae"),
+        r"correction rule 'prae' is not known; did you mean 'pre'\?; known are none, pre, post",
+    ),
+    "no correction": (lambda: compose(correction=None), "correction=None is not a Correction"),
+    "post with share": (
+        lambda: compose(local.Adam(v="share"), "post"),
+        "correction='post' with v='share' is not accepted: .* use v='keep', or correction='pre'",
+    ),
+    "direction without averaging": (
+        lambda: compose(local.SGD(), "direction", server.Adam()),
+        "correction='direction' with server=Adam is not accepted: .* use server=fadamgc.server.Average",
+    ),
+    "alpha without direction": (
+        lambda: compose(local.SGD(), "pre", alpha=0.1),
+        "alpha=0.1 is not accepted: correction='pre' has no alpha",
+    ),
+    "alpha out of range": (
+        lambda: compose(local.SGD(), "direction", alpha=2),
+        "Direction.alpha=2 is not accepted",
+    ),
+    "home": (lambda: local.Adam(m="server"), "Adam.m='server' is not accepted; it must be one of 'reset'"),
+    "eta_l": (lambda: local.SGD(eta_l=-1), "SGD.eta_l=-1 is not accepted"),
+    "no rule": (
+        lambda: fadamgc.make_algorithm("compose", local={"eta_l": 0.1}),
+        "local needs the key 'rule'; known are sgd, momentum",
+    ),
+    "unknown rule": (
+        lambda: fadamgc.make_algorithm("compose", server={"rule": "adan"}),
+        r"server rule 'adan' is not known; did you mean 'adam'\?",
+    ),
+    "unknown field": (
+        lambda: fadamgc.make_algorithm("compose", local={"rule": "adam", "beta_1": 0.5}),
+        r"local rule adam has no setting 'beta_1'; did you mean 'beta1'\?; it has eta_l",
+    ),
+    "unknown setting": (
+        lambda: fadamgc.make_algorithm("compose", locl="sgd"),
+        r"compose has no setting 'locl'; did you mean 'local'\?; it has local, correction, server",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_composition_that_makes_no_sense_is_refused(name):
+    make, message = REFUSED[name]
+    with pytest.raises(fadamgc.InputError, match=message):
+        make()
+
+
+# Custom factors: one small class each.
+
+
+class Sums(NamedTuple):
+    v: Tensor
+
+
+@dataclass(frozen=True)
+class Normalised(LocalRule):
+    """The gradient divided by the largest one so far."""
+
+    eta_l: float = positive(0.1)
+    v: str = choice("keep", "reset", "share")
+
+    def start(self, x):
+        return Sums(torch.zeros_like(x))
+
+    def direction(self, moments, x, g):
+        v = torch.maximum(moments.v, g.abs())
+        return g / (v + 1e-3), Sums(v)
+
+
+@dataclass(frozen=True)
+class Weaker(Correction):
+    """Gradients that lose weight where the model has gone far."""
+
+    title: ClassVar[str] = "weaker"
+    rate: float = nonnegative(1.0)
+
+    def before(self, down, client, local, x, g):
+        return g / (1 + self.rate * (x - down.x).abs()), local
+
+
+@dataclass(frozen=True)
+class Halved(ServerRule):
+    """Half of the way."""
+
+    def step(self, state, x, D):
+        return x + 0.5 * self.eta_g * D, state
+
+
+@pytest.mark.parametrize("home", ["keep", "reset", "share"])
+def test_custom_factors_run_everywhere(home, tmp_path):
+    algorithm = compose(Normalised(v=home), Weaker(), Halved())
+    assert algorithm.title == f"Normalised (v {home}) x weaker x Halved"
+    task, options = class_task(), {"dtype": torch.float64}
+    runs = [simulate(algorithm, task, executor=e, **options) for e in ("loop", "vectorized", "threads")]
+    for run in runs[1:]:
+        torch.testing.assert_close(run.x, runs[0].x, rtol=1e-11, atol=1e-12)
+    simulate(algorithm, task, rounds=1, checkpoint=tmp_path / "c", executor="loop", **options)
+    resumed = simulate(algorithm, task, checkpoint=tmp_path / "c", resume=True, executor="loop", **options)
+    assert torch.equal(resumed.x, runs[0].x)
+
+
+def test_a_rule_without_a_field_for_its_moment_is_refused():
+    @dataclass(frozen=True)
+    class Homeless(LocalRule):
+        def start(self, x):
+            return Sums(x)
+
+        def direction(self, moments, x, g):
+            return g, moments
+
+    with pytest.raises(
+        fadamgc.InputError, match="Homeless.v=None is not accepted; the moment 'v' needs a field"
+    ):
+        compose(Homeless())
+
+    @dataclass(frozen=True)
+    class Loose(LocalRule):
+        def start(self, x):
+            return x
+
+        def direction(self, moments, x, g):
+            return g, moments
+
+    with pytest.raises(fadamgc.InputError, match="it must be a NamedTuple of moments"):
+        compose(Loose())
+
+
+# Sweeps: numbers of factors are inputs of one graph.
+
+
+def test_numbers_of_factors_are_lifted():
+    names = liftable(compose(local.Adam(amsgrad=True), "pre+direction"))
+    assert {"local.eta_l", "local.beta1", "local.beta2", "correction.alpha", "server.eta_g"} <= set(names)
+    assert "local.eps" not in names  # the rule looks at it
+
+
+def test_many_compositions_at_once_are_the_same_runs_alone():
+    algorithms = [
+        compose(local.Adam(eta_l=eta_l, beta1=beta1), "pre", server.Average(eta_g))
+        for eta_l, beta1, eta_g in ((1e-3, 0.9, 1.0), (0.05, 0.5, 0.7), (0.01, 0.0, 1.5))
+    ]
+    task, options = class_task(), {"rounds": 3, "local_steps": 3, "batch_size": 4, "executor": "vectorized"}
+    many = fadamgc.simulate_many([{"algorithm": a} for a in algorithms], task=task, progress=False, **options)
+    for algorithm, run in zip(algorithms, many, strict=True):
+        assert torch.equal(run.x, fadamgc.simulate(algorithm, task, progress=False, **options).x)
