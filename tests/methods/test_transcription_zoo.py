@@ -44,7 +44,7 @@ class Case:
         return getattr(fadamgc, self.cls)(**self.options)
 
 
-# "defaults" omits what ALGORITHMS has a default for; other hyperparameters are given in every case.
+# "defaults" omits the hyperparameters whose default is settled; the others are given in every case.
 SGD = {"eta_l": 0.08, "eta_g": 0.8}
 SERVER = {"eta_l": 0.08, "eta_g": 0.1, "beta1": 0.8, "tau": 0.01}
 MOMENTS = {"eta_l": 0.05, "eta_g": 0.8, "beta1": 0.8, "beta2": 0.95}
