@@ -172,7 +172,7 @@ def test_every_fault_at_every_point(faults, server, tmp_path):
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     story=st.lists(
         st.tuples(st.lists(st.sampled_from(FAULTS), min_size=3, max_size=3), st.sampled_from(SERVER)),
