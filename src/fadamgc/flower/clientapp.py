@@ -6,7 +6,6 @@ import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
@@ -24,15 +23,7 @@ from fadamgc.task import Loss, Pair
 log = logging.getLogger("fadamgc")
 
 
-class ClientSide(NamedTuple):
-    """Model, loss and data of a client."""
-
-    model: nn.Module
-    loss: Loss
-    data: Pair  # inputs and targets of this client alone
-
-
-def client_app(load: Callable[[Context], ClientSide | tuple[nn.Module, Loss, Pair]]) -> ClientApp:
+def client_app(load: Callable[[Context], tuple[nn.Module, Loss, Pair]]) -> ClientApp:
     """Return a ClientApp that takes part with whatever algorithm the server runs.
 
     The node-config says which client a node is: ``partition-id`` is the number of the client, from 0;
@@ -51,7 +42,7 @@ def client_app(load: Callable[[Context], ClientSide | tuple[nn.Module, Loss, Pai
     def hello(message: Message, context: Context) -> Message:
         def answer() -> RecordDict:
             client = local_client(context)
-            return hello_content(Hello(client.client, client.samples))
+            return hello_content(Hello(client.client, client.data.size))
 
         return _reply(message, answer)
 

@@ -217,13 +217,13 @@ class LoopbackFederation:
         )
 
     def _link_command(self, port: int, secure: bool) -> list[str]:
-        words = [*launch_command("superlink"), "--operator-token", str(self.keys / TOKEN_FILE)]
+        keys = self.keys
+        words = [*launch_command("superlink"), "--operator-token", str(keys / TOKEN_FILE)]
         words += ["--host", HOST, "--port", str(port)]
         if not secure:
             return [*words, "--insecure"]
-        words += ["--ssl-ca-certfile", str(self.keys / "ca.crt")]
-        words += ["--ssl-certfile", str(self.keys / "server.crt")]
-        return [*words, "--ssl-keyfile", str(self.keys / "server.key"), "--enable-supernode-auth"]
+        words += ["--ssl-ca-certfile", str(keys / "ca.crt"), "--ssl-certfile", str(keys / "server.crt")]
+        return [*words, "--ssl-keyfile", str(keys / "server.key"), "--enable-supernode-auth"]
 
     def _node_command(self, i: int, nodes: int, link: int, port: int, secure: bool) -> list[str]:
         states = self.folder / "states" / f"node-{i}"

@@ -23,6 +23,7 @@ from torch import Tensor
 from fadamgc.algorithm import AnyAlgorithm
 from fadamgc.errors import FadamgcError
 from fadamgc.federation.settings import Settings
+from fadamgc.tree import named_leaves
 
 
 class Stamp(NamedTuple):
@@ -82,7 +83,7 @@ class StoredState(NamedTuple):
 
 
 class RefusedError(FadamgcError):
-    """A request or a reply is refused: ``kind`` is the reason for programs, the message that for people."""
+    """A request or a reply is refused: ``kind`` is the reason as a keyword, the message explains it."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -130,6 +131,12 @@ def with_pending(stored: StoredState, request: Request, state: Any) -> StoredSta
     return stored._replace(seen=request.stamp, pending=request.stamp, pending_state=state)
 
 
+def sent_fields(up: Any, algorithm: AnyAlgorithm, tracked: bool) -> dict[str, Tensor]:
+    """Return the fields of a client's message by name, without those that only tracked clients send."""
+    skipped = () if tracked else algorithm.tracked_only
+    return {name: value for name, value in named_leaves(up).items() if name.partition(".")[0] not in skipped}
+
+
 def describe(stamp: Stamp) -> str:
     """Describe a stamp in words."""
     return "no round" if stamp == NEVER else f"round {stamp.round} (start {stamp.attempt} of the server)"
@@ -138,11 +145,7 @@ def describe(stamp: Stamp) -> str:
 def check_tensors(owner: str, part: str, tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> None:
     """Refuse tensors with other names, shapes or types than ``like``, or with numbers that are not finite.
 
-    Args:
-        owner: how an error message begins, such as "the server's".
-        part: which part of the message the tensors are.
-        tensors: the tensors that were received, by name.
-        like: tensors with the names, shapes and types that are accepted.
+    Error messages begin with ``owner`` and ``part``, such as "the server's" and "buffers".
     """
     if set(tensors) != set(like):
         raise RefusedError("fields", f"{owner} {part} has {sorted(tensors)}, this model needs {sorted(like)}")

@@ -17,7 +17,7 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from torch import Tensor
 
-from fadamgc.errors import InputError, shown
+from fadamgc.errors import InputError, shown, whole
 from fadamgc.escape import printable
 from fadamgc.federation.settings import Settings
 from fadamgc.files import as_json
@@ -101,36 +101,29 @@ def _tensor(name: str, array: Array) -> Tensor:
 
 def request_content(train: TrainRequest) -> RecordDict:
     """Convert a request to the content of a message."""
-    request, settings, algorithm = train.request, train.settings, train.algorithm
+    request, tracked, algorithm, settings, down, buffers = train
     hyperparameters = {field.name: getattr(algorithm, field.name) for field in dataclasses.fields(algorithm)}
     local = {key: getattr(settings, key) for key in LOCAL_SETTINGS}
     config: dict[str, Any] = {
         **_header(request),
         "counted-round": request.counted.round,
         "counted-attempt": request.counted.attempt,
-        "tracked": train.tracked,
+        "tracked": tracked,
         "algorithm": algorithm_name(algorithm),
         "hyperparameters": json.dumps(as_json(hyperparameters)),
         "seed": settings.seed,
         **{key: value for key, value in local.items() if value is not None},
     }
-    return RecordDict(
-        {
-            "request": ConfigRecord(config),
-            "down": to_array_record(train.down),
-            "buffers": to_array_record(train.buffers),
-        }
-    )
+    arrays = {"down": to_array_record(down), "buffers": to_array_record(buffers)}
+    return RecordDict({"request": ConfigRecord(config), **arrays})
 
 
 def read_request(content: RecordDict) -> TrainRequest:
     """Read the request in a message; refuse any other message, and values that no server sends."""
     config = _config(content, "request")
-    request = Request(
-        *_read_header(config),
-        counted=Stamp(_get(config, "counted-round", int), _get(config, "counted-attempt", int)),
-    )
-    stamp, counted = request.stamp, request.counted
+    counted = Stamp(_get(config, "counted-round", int), _get(config, "counted-attempt", int))
+    request = Request(*_read_header(config), counted)
+    stamp = request.stamp
     sound = (
         0 <= stamp.round <= MAX_ROUNDS
         and 1 <= stamp.attempt <= MAX_ROUNDS
@@ -144,24 +137,16 @@ def read_request(content: RecordDict) -> TrainRequest:
             f"a request for {describe(stamp)} with {describe(counted)} counted and generation "
             f"{request.generation} is not possible",
         )
-    local: dict[str, Any] = {key: config.get(key) for key in LOCAL_SETTINGS}
-    for key, value in local.items():
-        if value is not None and (type(value) is not int or not 1 <= value <= MAX_STEPS):
-            raise RefusedError("request", f"{key}={shown(value)} is not a whole number from 1 to {MAX_STEPS}")
     try:
+        local: Any = {key: whole(key, config[key], 1, MAX_STEPS) for key in LOCAL_SETTINGS if key in config}
         hyperparameters = json.loads(_get(config, "hyperparameters", str))
         algorithm = make_algorithm(_get(config, "algorithm", str), **hyperparameters)
         settings = Settings(rounds=max(1, request.stamp.round), seed=_get(config, "seed", int), **local)
     except (InputError, ValueError, TypeError, OverflowError, RecursionError) as error:
         raise RefusedError("request", f"the server's request cannot be understood: {error}") from None
-    return TrainRequest(
-        request,
-        _get(config, "tracked", bool),
-        algorithm,
-        settings,
-        from_array_record(content.get("down")),
-        from_array_record(content.get("buffers")),
-    )
+    tracked = _get(config, "tracked", bool)
+    down, buffers = (from_array_record(content.get(part)) for part in ("down", "buffers"))
+    return TrainRequest(request, tracked, algorithm, settings, down, buffers)
 
 
 # Replies of the clients.
@@ -169,14 +154,9 @@ def read_request(content: RecordDict) -> TrainRequest:
 
 def reply_content(reply: Reply) -> RecordDict:
     """Convert a reply to the content of a message."""
-    return RecordDict(
-        {
-            "reply": ConfigRecord(_header(reply)),
-            "up": to_array_record(reply.up),
-            "buffers": to_array_record(reply.buffers),
-            "metrics": MetricRecord({"loss": reply.loss, "steps": reply.steps}),
-        }
-    )
+    metrics = MetricRecord({"loss": reply.loss, "steps": reply.steps})
+    arrays = {"up": to_array_record(reply.up), "buffers": to_array_record(reply.buffers)}
+    return RecordDict({"reply": ConfigRecord(_header(reply)), **arrays, "metrics": metrics})
 
 
 def refusal_content(kind: str, message: str) -> RecordDict:
@@ -238,12 +218,9 @@ def _header(message: Request | Reply) -> dict[str, Any]:
 
 
 def _read_header(config: ConfigRecord) -> tuple[str, int, int, Stamp]:
-    return (
-        _get(config, "experiment", str),
-        _get(config, "client", int),
-        _get(config, "generation", int),
-        Stamp(_get(config, "round", int), _get(config, "attempt", int)),
-    )
+    experiment, client = _get(config, "experiment", str), _get(config, "client", int)
+    stamp = Stamp(_get(config, "round", int), _get(config, "attempt", int))
+    return experiment, client, _get(config, "generation", int), stamp
 
 
 def _raise_refusal(content: RecordDict) -> None:
