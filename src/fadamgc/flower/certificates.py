@@ -12,15 +12,9 @@ from ipaddress import ip_address
 from pathlib import Path
 
 from cryptography import x509
-from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import (
-    Encoding,
-    NoEncryption,
-    PrivateFormat,
-    PublicFormat,
-    load_pem_private_key,
-)
+from cryptography.hazmat.primitives.serialization import Encoding, PrivateFormat, PublicFormat
 from cryptography.x509 import verification
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
@@ -41,10 +35,7 @@ KEY_USES = (
 def ensure_certificates(folder: Path, address: str, now: datetime | None = None) -> bool:
     """Make ``ca.crt``, ``server.crt`` and ``server.key`` for an IP address and localhost.
 
-    If the folder has certificates that stay valid for more than ``RENEWAL``, these are kept.
-
-    Returns:
-        Whether new certificates were made.
+    Certificates that stay valid for more than ``RENEWAL`` are kept. Return whether new ones were made.
     """
     now = now or datetime.now(UTC)
     private_folder(folder)
@@ -82,7 +73,7 @@ def acceptable(folder: Path, address: str, when: datetime) -> bool:
             .build_server_verifier(x509.IPAddress(ip_address(address)))
         )
         verifier.verify(server, [])
-        key = load_pem_private_key((folder / KEY_FILE).read_bytes(), None)
+        key = serialization.load_pem_private_key((folder / KEY_FILE).read_bytes(), None)
         return key.public_key() == server.public_key()
     except (OSError, ValueError, TypeError, verification.VerificationError):
         return False
@@ -127,7 +118,7 @@ def _read(folder: Path) -> list[x509.Certificate]:
 
 
 def _private(key: ec.EllipticCurvePrivateKey, form: PrivateFormat) -> bytes:
-    return key.private_bytes(Encoding.PEM, form, NoEncryption())
+    return key.private_bytes(Encoding.PEM, form, serialization.NoEncryption())
 
 
 def _certificate(

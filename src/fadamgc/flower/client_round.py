@@ -20,7 +20,6 @@ from fadamgc.flower.protocol import (
     TrainRequest,
     check_tensors,
     resolve_pending,
-    sent_fields,
     with_pending,
 )
 from fadamgc.sim.executors.trainer import train
@@ -75,7 +74,7 @@ def handle_request(client: LocalClient, store: ClientStore, train: TrainRequest)
         result = client.train(round, settings, state, tracked)
         _check_finite(client, leaves([result.state, result.up, result.buffers, result.loss]))
         store.save(with_pending(stored, request, result.state))
-    up = sent_fields(result.up, algorithm, tracked)
+    up = train.sent_fields(result.up)
     return Reply(*request[:4], up, result.buffers, float(result.loss), result.job.batches.steps)
 
 

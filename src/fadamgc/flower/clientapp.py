@@ -39,39 +39,39 @@ def client_app(load: Callable[[Context], tuple[nn.Module, Loss, Pair]]) -> Clien
         return LocalClient(*load(context), client_number(context))
 
     @app.query()
-    def hello(message: Message, context: Context) -> Message:
-        def answer() -> RecordDict:
-            client = local_client(context)
-            return hello_content(Hello(client.client, client.data.size))
-
-        return _reply(message, answer)
+    @_replying
+    def hello(_: Message, context: Context) -> RecordDict:
+        client = local_client(context)
+        return hello_content(Hello(client.client, client.data.size))
 
     @app.train()
-    def train(message: Message, context: Context) -> Message:
-        def answer() -> RecordDict:
-            received = read_request(message.content)
-            client, request = local_client(context), received.request
-            if request.client != client.client:
-                raise RefusedError(
-                    "another client", f"this is client {client.client}, not client {request.client}"
-                )
-            store = ClientStore(state_folder(context), request.experiment, client.client)
-            return reply_content(handle_request(client, store, received))
-
-        return _reply(message, answer)
+    @_replying
+    def train(message: Message, context: Context) -> RecordDict:
+        received = read_request(message.content)
+        client, request = local_client(context), received.request
+        if request.client != client.client:
+            raise RefusedError(
+                "another client", f"this is client {client.client}, not client {request.client}"
+            )
+        store = ClientStore(state_folder(context), request.experiment, client.client)
+        return reply_content(handle_request(client, store, received))
 
     return app
 
 
-def _reply(message: Message, answer: Callable[[], RecordDict]) -> Message:
+def _replying(answer: Callable[[Message, Context], RecordDict]) -> Callable[[Message, Context], Message]:
     """Reply with the answer, or with the reason why there is none, so that the server can log it."""
-    try:
-        content = answer()
-    except FadamgcError as error:
-        log.warning("%s", error)
-        kind = error.kind if isinstance(error, RefusedError) else type(error).__name__
-        content = refusal_content(kind, str(error))
-    return Message(content, reply_to=message)
+
+    def reply(message: Message, context: Context) -> Message:
+        try:
+            content = answer(message, context)
+        except FadamgcError as error:
+            log.warning("%s", error)
+            kind = error.kind if isinstance(error, RefusedError) else type(error).__name__
+            content = refusal_content(kind, str(error))
+        return Message(content, reply_to=message)
+
+    return reply
 
 
 def client_number(context: Context) -> int:

@@ -31,16 +31,7 @@ from fadamgc.federation.sums import Sums
 from fadamgc.files import as_json
 from fadamgc.flower.config import ServerConfig
 from fadamgc.flower.members import Members
-from fadamgc.flower.protocol import (
-    MAX_GENERATION,
-    NEVER,
-    RefusedError,
-    Reply,
-    Request,
-    Stamp,
-    TrainRequest,
-    sent_fields,
-)
+from fadamgc.flower.protocol import MAX_GENERATION, NEVER, RefusedError, Reply, Request, Stamp, TrainRequest
 from fadamgc.flower.reply_checks import Norms, ReplyChecks, Scale, evaluate, refusal
 from fadamgc.flower.server_store import Checkpoint, ServerStore
 from fadamgc.task import Task
@@ -162,7 +153,7 @@ class Coordinator:
         asked = self._asked[client]
         if not asked.request.stamp.round:
             return {"g": self.functions.x0}, {}
-        return sent_fields(self._up, self.algorithm, asked.tracked), self.buffers
+        return asked.sent_fields(self._up), self.buffers
 
     def _clear_round(self) -> None:
         self._began = time.perf_counter()

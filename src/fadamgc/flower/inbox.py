@@ -26,7 +26,6 @@ from flwr.supercore.inflatable.inflatable_object import (
     iterate_object_tree,
 )
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
-from flwr.superlink.grid.http_grid import HttpGrid
 
 from fadamgc.flower.protocol import RefusedError
 
@@ -71,13 +70,9 @@ class Inbox(ABC):
     """Collects the replies that have arrived at a grid."""
 
     def collect(self, limits: Mapping[str, SizeLimit]) -> list[tuple[str, Message | Exception]]:
-        """Return the replies that have arrived in full, without waiting for the others.
+        """Return the messages that have been answered in full, each with its reply or the reply's error.
 
-        Args:
-            limits: the ids of the messages whose replies are collected, each with the reply's size limit.
-
-        Returns:
-            The ids of answered messages, each with the reply or the reason why the reply cannot be read.
+        ``limits`` are the ids of the messages to collect replies for, each with the reply's size limit.
         """
         arrived: list[tuple[str, Message | Exception]] = []
         for message_id, limit in limits.items():
@@ -120,8 +115,8 @@ class DirectInbox(Inbox):
 class ObjectInbox(Inbox):
     """Pulls replies object by object from a SuperLink, through Flower's ``HttpGrid``."""
 
-    def __init__(self, grid: HttpGrid) -> None:
-        self._client: Any = grid._runtime_client
+    def __init__(self, grid: Any) -> None:
+        self._client = grid._runtime_client
         self._sender: dict[str, Any] = {"node": grid.node, "run_id": grid.run.run_id}
         self._partial: dict[str, PartialReply] = {}
         self._response_limit: int | None = None  # bytes that the next response may have
@@ -200,4 +195,6 @@ class ObjectInbox(Inbox):
 
 def make_inbox(grid: Grid) -> Inbox:
     """Return the inbox that fits a grid."""
+    from flwr.superlink.grid.http_grid import HttpGrid  # slow to import, and no node needs it
+
     return ObjectInbox(grid) if isinstance(grid, HttpGrid) else DirectInbox(grid)

@@ -34,6 +34,7 @@ class Stamp(NamedTuple):
 
 
 NEVER = Stamp(0, 0)
+MAX_ROUNDS = 10**9  # also for starts of the server
 MAX_GENERATION = 10**11  # a generation may be a time in seconds, from a clock that is years ahead
 
 
@@ -46,6 +47,16 @@ class Request(NamedTuple):
     stamp: Stamp
     counted: Stamp  # the last round of this client that the server has counted
 
+    def is_possible(self) -> bool:
+        """Whether a server can send this; other numbers could make a client refuse all later requests."""
+        return (
+            0 <= self.stamp.round <= MAX_ROUNDS
+            and 1 <= self.stamp.attempt <= MAX_ROUNDS
+            and NEVER <= self.counted <= self.stamp
+            and self.counted.attempt >= 0
+            and 0 <= self.generation <= MAX_GENERATION
+        )
+
 
 class TrainRequest(NamedTuple):
     """A request with everything that a client needs to carry it out."""
@@ -56,6 +67,11 @@ class TrainRequest(NamedTuple):
     settings: Settings  # seed, local steps and batch size
     down: dict[str, Tensor]  # the server's message
     buffers: dict[str, Tensor]  # the model's averaged buffers
+
+    def sent_fields(self, up: Any) -> dict[str, Tensor]:
+        """Return the fields of the client's message by name, without those that only tracked clients send."""
+        skipped = () if self.tracked else self.algorithm.tracked_only
+        return {name: t for name, t in named_leaves(up).items() if name.partition(".")[0] not in skipped}
 
 
 class Reply(NamedTuple):
@@ -129,12 +145,6 @@ def resolve_pending(stored: StoredState, request: Request) -> StoredState:
 def with_pending(stored: StoredState, request: Request, state: Any) -> StoredState:
     """Store the state after a request's round as pending, until the server says whether it counted."""
     return stored._replace(seen=request.stamp, pending=request.stamp, pending_state=state)
-
-
-def sent_fields(up: Any, algorithm: AnyAlgorithm, tracked: bool) -> dict[str, Tensor]:
-    """Return the fields of a client's message by name, without those that only tracked clients send."""
-    skipped = () if tracked else algorithm.tracked_only
-    return {name: value for name, value in named_leaves(up).items() if name.partition(".")[0] not in skipped}
 
 
 def describe(stamp: Stamp) -> str:

@@ -83,15 +83,8 @@ class ReplyChecks:
     ) -> Norms:
         """Refuse a reply that does not answer the request, or has fields or numbers that cannot be right.
 
-        Args:
-            reply: the reply.
-            request: the request that the reply has to answer.
-            vectors: the vectors that were requested, as tensors of the same shape and type.
-            buffers: the server's buffers, if buffers were requested.
-            steps: the local steps that were requested; None if unknown.
-
-        Returns:
-            The norms of the reply's vectors and of its changes to the buffers.
+        ``vectors``, ``buffers`` and the number of local ``steps`` (None if unknown) are those that the server
+        has requested. Return the norms of the reply's vectors and of its changes to the buffers.
         """
         client = request.client
         if reply.client != client:

@@ -21,16 +21,7 @@ from fadamgc.errors import InputError, shown, whole
 from fadamgc.escape import printable
 from fadamgc.federation.settings import Settings
 from fadamgc.files import as_json
-from fadamgc.flower.protocol import (
-    MAX_GENERATION,
-    NEVER,
-    RefusedError,
-    Reply,
-    Request,
-    Stamp,
-    TrainRequest,
-    describe,
-)
+from fadamgc.flower.protocol import RefusedError, Reply, Request, Stamp, TrainRequest, describe
 from fadamgc.methods import algorithm_name, make_algorithm
 
 ARRAY_ENCODING = "fadamgc.little-endian"
@@ -40,7 +31,7 @@ LOCAL_SETTINGS = ("local_steps", "local_epochs", "batch_size")
 
 MAX_DIMENSIONS = 8
 MAX_REASON = 500  # characters of a client's reason that are shown
-MAX_ROUNDS, MAX_STEPS, MAX_SAMPLES = 10**9, 10**6, 10**9
+MAX_STEPS, MAX_SAMPLES = 10**6, 10**9
 
 
 class Hello(NamedTuple):
@@ -123,18 +114,10 @@ def read_request(content: RecordDict) -> TrainRequest:
     config = _config(content, "request")
     counted = Stamp(_get(config, "counted-round", int), _get(config, "counted-attempt", int))
     request = Request(*_read_header(config), counted)
-    stamp = request.stamp
-    sound = (
-        0 <= stamp.round <= MAX_ROUNDS
-        and 1 <= stamp.attempt <= MAX_ROUNDS
-        and NEVER <= counted <= stamp
-        and counted.attempt >= 0
-        and 0 <= request.generation <= MAX_GENERATION
-    )
-    if not sound:  # a client that accepts such numbers may work for ever, or refuse all later requests
+    if not request.is_possible():
         raise RefusedError(
             "request",
-            f"a request for {describe(stamp)} with {describe(counted)} counted and generation "
+            f"a request for {describe(request.stamp)} with {describe(counted)} counted and generation "
             f"{request.generation} is not possible",
         )
     try:
