@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -15,12 +14,10 @@ from fadamgc.errors import FadamgcError, InputError
 from fadamgc.files import user_folder
 from fadamgc.flower.client_round import LocalClient, handle_request
 from fadamgc.flower.client_store import ClientStore
-from fadamgc.flower.logs import log_to_stdout
+from fadamgc.flower.logs import log, log_to_stdout
 from fadamgc.flower.protocol import RefusedError
-from fadamgc.flower.wire import Hello, hello_content, read_request, refusal_content, reply_content
+from fadamgc.flower.wire import hello_content, read_request, refusal_content, reply_content
 from fadamgc.task import Loss, Pair
-
-log = logging.getLogger("fadamgc")
 
 
 def client_app(load: Callable[[Context], tuple[nn.Module, Loss, Pair]]) -> ClientApp:
@@ -42,7 +39,7 @@ def client_app(load: Callable[[Context], tuple[nn.Module, Loss, Pair]]) -> Clien
     @_replying
     def hello(_: Message, context: Context) -> RecordDict:
         client = local_client(context)
-        return hello_content(Hello(client.client, client.data.size))
+        return hello_content(client.client, client.data.size)
 
     @app.train()
     @_replying

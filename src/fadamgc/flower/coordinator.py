@@ -1,5 +1,4 @@
-"""The server of a federation, without the network: which clients to ask, which replies to accept, when a
-round counts.
+"""The server of a federation, without the network: which clients to ask, replies to accept, rounds to count.
 
 Nothing of a round is in the state before the round is closed, and writing the checkpoint closes the round. A
 coordinator that is killed at any moment and opened again has the state of the last closed round.
@@ -7,7 +6,6 @@ coordinator that is killed at any moment and opened again has the state of the l
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -30,14 +28,13 @@ from fadamgc.federation.server import Federation, ServerState
 from fadamgc.federation.sums import Sums
 from fadamgc.files import as_json
 from fadamgc.flower.config import ServerConfig
+from fadamgc.flower.logs import log
 from fadamgc.flower.members import Members
 from fadamgc.flower.protocol import MAX_GENERATION, NEVER, RefusedError, Reply, Request, Stamp, TrainRequest
 from fadamgc.flower.reply_checks import Norms, ReplyChecks, Scale, evaluate, refusal
 from fadamgc.flower.server_store import Checkpoint, ServerStore
 from fadamgc.task import Task
 from fadamgc.tree import from_names, named_leaves
-
-log = logging.getLogger("fadamgc")
 
 REMEMBERED_REFUSALS = 100
 
@@ -54,6 +51,7 @@ class Coordinator:
 
     def __init__(self, task: Task, config: ServerConfig, folder: str | Path) -> None:
         algorithm, settings, options, self.facts = config
+        unbound_clients = config.unbound_clients
         self.n, self.experiment, self.min_clients = options.clients, options.experiment, options.min_clients
         refused = f"min_clients={self.min_clients} is not accepted;"
         if not 1 <= self.min_clients <= self.n:
@@ -68,7 +66,7 @@ class Coordinator:
         self.settings, self.federation = settings, Federation(algorithm, self.functions, self.n, settings)
         max_samples = whole("max_samples", options.max_samples, 0) or math.inf
         max_size_ratio = options.max_size_ratio or math.inf
-        self.members = Members(self.n, settings.weights == "size", max_samples, max_size_ratio)
+        self.members = Members(self.n, settings, max_samples, max_size_ratio)
         max_norm, max_norm_ratio = options.max_update_norm or math.inf, options.max_norm_ratio or math.inf
         self.checks = ReplyChecks(self.functions.module, max_norm, max_norm_ratio)
         self._up = example(algorithm, torch.zeros_like(self.functions.x0)).up
@@ -84,7 +82,7 @@ class Coordinator:
             self._return_to(options.restore_round)
         elif options.reset_states:
             self._reset()
-        for client in config.unbound_clients:
+        for client in unbound_clients:
             self.members.keys.pop(client, None)
         self._write()
         self._clear_round()
@@ -254,7 +252,7 @@ class Coordinator:
 
     def _close_setup(self) -> None:
         replies = [self._replies[i] for i in range(self.n)]
-        self.federation.weights = self.members.weights(self.settings)
+        self.federation.weights = self.members.weights()
         try:
             self.federation.begin_with((r.up["g"] for r in replies), [r.steps for r in replies])
             self.counted = {i: asked.request.stamp for i, asked in self._asked.items()}
@@ -278,7 +276,7 @@ class Coordinator:
 
     def _sum(self, replies: Mapping[int, Reply]) -> tuple[Sums, ServerState]:
         """Return the sums over these replies, and the server's state after a round with them."""
-        self.federation.weights = self.members.weights(self.settings)
+        self.federation.weights = self.members.weights()
         sums = self.federation.new_sums()
         like = named_leaves(self._up)
         for i in sorted(replies):

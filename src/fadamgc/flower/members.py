@@ -18,7 +18,7 @@ def check_above(name: str, limit: float, least: float) -> None:
 
 
 class Members:
-    """The n clients of a federation. If clients are ``weighted`` by size, a size must not change.
+    """The n clients of a federation. If clients are weighted by size, a size must not change.
 
     ``max_samples`` and ``max_size_ratio`` are those of ``ServerOptions``, but infinite for no limit.
 
@@ -27,9 +27,9 @@ class Members:
         keys: digest of the key of the node that each client is bound to.
     """
 
-    def __init__(self, n: int, weighted: bool, max_samples: float, max_size_ratio: float) -> None:
+    def __init__(self, n: int, settings: Settings, max_samples: float, max_size_ratio: float) -> None:
         check_above("max_size_ratio", max_size_ratio, 1)
-        self.n, self.weighted = n, weighted
+        self.n, self.settings, self.weighted = n, settings, settings.weights == "size"
         self.max_samples, self.max_size_ratio = max_samples, max_size_ratio
         self.samples: dict[int, int] = {}
         self.keys: dict[int, str] = {}
@@ -63,11 +63,11 @@ class Members:
                     "would decide alone. Set max-size-ratio higher if the number is right"
                 )
 
-    def weights(self, settings: Settings) -> list[float] | None:
+    def weights(self) -> list[float] | None:
         """Return the clients' weights; None if all are equal."""
         if self.weighted and len(self.samples) < self.n:
             raise InputError("weights='size' needs the sizes of all clients; wait until all have connected")
-        return settings.weight_of(np.array([self.samples.get(i, 1) for i in range(self.n)]))
+        return self.settings.weight_of(np.array([self.samples.get(i, 1) for i in range(self.n)]))
 
     def check_key(self, client: int, key: str) -> None:
         """Refuse a node without a key (""), or whose client or key is already bound to another one."""

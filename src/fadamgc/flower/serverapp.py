@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -18,11 +17,9 @@ from fadamgc.federation.run import Record
 from fadamgc.files import user_folder
 from fadamgc.flower.config import read_config
 from fadamgc.flower.coordinator import Coordinator
-from fadamgc.flower.logs import log_to_stdout
+from fadamgc.flower.logs import log, log_to_stdout
 from fadamgc.flower.strategy import Strategy
 from fadamgc.task import Loss, Pair, Task
-
-log = logging.getLogger("fadamgc")
 
 ServerData = tuple[nn.Module, Loss, Pair]  # model, loss, test data
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import time
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple
@@ -18,10 +17,9 @@ from fadamgc.escape import printable
 from fadamgc.federation.run import Record
 from fadamgc.flower.coordinator import Coordinator
 from fadamgc.flower.inbox import Inbox, SizeLimit, TooLargeError, make_inbox
+from fadamgc.flower.logs import log
 from fadamgc.flower.protocol import RefusedError
 from fadamgc.flower.wire import MAX_REASON, read_hello, read_reply, request_content, to_array_record
-
-log = logging.getLogger("fadamgc")
 
 BACKOFF_POLLS = 20  # polls before a rejected node is queried again; doubled after every rejection
 BARRED_ROUNDS = 10  # rounds in which a node whose reply was too large is not asked
@@ -249,20 +247,20 @@ class Strategy(FlowerStrategy):
             raise message
         if message.has_error():
             raise RefusedError("error", message.error.reason or "it failed without a reason")
-        hello = read_hello(message.content, self.coordinator.n)
+        client, samples = read_hello(message.content, self.coordinator.n)
         if self.bind_clients:
-            self.coordinator.check_key(hello.client, self._keys.get(node, ""))
-        if (other := self.nodes.get(hello.client)) is not None:
+            self.coordinator.check_key(client, self._keys.get(node, ""))
+        if (other := self.nodes.get(client)) is not None:
             raise RefusedError(
                 "two nodes",
-                f"it says that it is client {hello.client}, but node {other} has connected as that client; "
+                f"it says that it is client {client}, but node {other} has connected as that client; "
                 "give each node its own partition-id",
             )
-        self.coordinator.admit(hello.client, hello.samples)
+        self.coordinator.admit(client, samples)
         if self.bind_clients:
-            self.coordinator.members.bind(hello.client, self._keys[node])
-        log.info("client %d is node %d, with %d samples", hello.client, node, hello.samples)
-        self.nodes[hello.client] = node
+            self.coordinator.members.bind(client, self._keys[node])
+        log.info("client %d is node %d, with %d samples", client, node, samples)
+        self.nodes[client] = node
         self._rejected.pop(node, None)
 
     def _reject(self, node: int, reason: str) -> None:

@@ -10,7 +10,7 @@ import json
 import math
 import sys
 from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,18 +27,12 @@ from fadamgc.methods import algorithm_name, make_algorithm
 ARRAY_ENCODING = "fadamgc.little-endian"
 DTYPE_NAMES = ("float64", "float32", "float16", "int64", "int32", "uint8", "bool")
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_NAMES}
+HEADER = {"experiment": str, "client": int, "generation": int, "round": int, "attempt": int}
 LOCAL_SETTINGS = ("local_steps", "local_epochs", "batch_size")
 
 MAX_DIMENSIONS = 8
 MAX_REASON = 500  # characters of a client's reason that are shown
 MAX_STEPS, MAX_SAMPLES = 10**6, 10**9
-
-
-class Hello(NamedTuple):
-    """A node's statement of which client it is, and how many samples it has."""
-
-    client: int
-    samples: int
 
 
 # Vectors.
@@ -168,42 +162,33 @@ def read_reply(
     )
 
 
-def hello_content(hello: Hello) -> RecordDict:
-    """Convert a node's hello to the content of a message."""
-    return RecordDict({"hello": ConfigRecord({"client": hello.client, "samples": hello.samples})})
+def hello_content(client: int, samples: int) -> RecordDict:
+    """Return the content of a hello, in which a node says which client it is and how many samples it has."""
+    return RecordDict({"hello": ConfigRecord({"client": client, "samples": samples})})
 
 
-def read_hello(content: RecordDict, clients: int) -> Hello:
-    """Read the hello of a node, which is one of ``clients`` clients."""
+def read_hello(content: RecordDict, clients: int) -> tuple[int, int]:
+    """Read client and samples in the hello of a node, which is one of ``clients`` clients."""
     _raise_refusal(content)
     config = _config(content, "hello")
-    hello = Hello(_get(config, "client", int), _get(config, "samples", int))
-    if not 0 <= hello.client < clients:
-        raise RefusedError(
-            "client", f"a node says it is client {hello.client}; clients are 0 to {clients - 1}"
-        )
-    if not 1 <= hello.samples <= MAX_SAMPLES:
-        raise RefusedError("client", f"client {hello.client} says it has {hello.samples} samples")
-    return hello
+    client, samples = _get(config, "client", int), _get(config, "samples", int)
+    if not 0 <= client < clients:
+        raise RefusedError("client", f"a node says it is client {client}; clients are 0 to {clients - 1}")
+    if not 1 <= samples <= MAX_SAMPLES:
+        raise RefusedError("client", f"client {client} says it has {samples} samples")
+    return client, samples
 
 
 # Parts of messages.
 
 
 def _header(message: Request | Reply) -> dict[str, Any]:
-    return {
-        "experiment": message.experiment,
-        "client": message.client,
-        "generation": message.generation,
-        "round": message.stamp.round,
-        "attempt": message.stamp.attempt,
-    }
+    return dict(zip(HEADER, (*message[:3], *message.stamp), strict=True))
 
 
 def _read_header(config: ConfigRecord) -> tuple[str, int, int, Stamp]:
-    experiment, client = _get(config, "experiment", str), _get(config, "client", int)
-    stamp = Stamp(_get(config, "round", int), _get(config, "attempt", int))
-    return experiment, client, _get(config, "generation", int), stamp
+    experiment, client, generation, *stamp = (_get(config, key, kind) for key, kind in HEADER.items())
+    return experiment, client, generation, Stamp(*stamp)
 
 
 def _raise_refusal(content: RecordDict) -> None:
