@@ -1,7 +1,7 @@
 """Certificates of a SuperLink and keys of its nodes, for a federation on one machine.
 
-The authority signs only the SuperLink's certificate, and its key is then discarded. So renewal makes a new
-authority, and everybody who connects needs the new ``ca.crt``.
+The authority signs only the SuperLink's certificate, and the authority's key is then discarded. So renewal
+makes a new authority, and everybody who connects needs the new ``ca.crt``.
 """
 
 from __future__ import annotations

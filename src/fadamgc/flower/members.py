@@ -35,7 +35,7 @@ class Members:
         self.keys: dict[int, str] = {}
 
     def admit(self, client: int, samples: int, started: bool) -> None:
-        """Accept the number of samples that a client reports; ``started``: a round has been counted already.
+        """Accept the number of samples that a client reports, before or after a run has ``started``.
 
         Raises:
             RefusedError: there are too many samples, or another number than the weight was computed from.

@@ -30,8 +30,8 @@ Checkpoint = tuple[dict[str, Any], dict[str, Tensor]]
 class ServerStore:
     """The folder with a server's checkpoint, and with those of the last ``keep`` rounds under other names.
 
-    A server may be presumed dead and still be running, as when a SuperLink dies and its ServerApp does not.
-    So the newest start takes over, and no earlier start writes again.
+    A server may still run when a new one is started: a SuperLink may die without its ServerApp. So the newest
+    start takes over, and no earlier start writes again.
     """
 
     def __init__(self, folder: str | Path, keep: int = 1) -> None:

@@ -46,14 +46,14 @@ def server_app(load: Callable[[Context], Task | ServerData]) -> ServerApp:
 
 
 def federate(grid: Grid, task: Task, config: Mapping[str, Any]) -> Coordinator:
-    """Run a federation as its config says, and save its history, which ``fadamgc report`` can show."""
+    """Run the federation that a config describes, and save its history for ``fadamgc report``."""
     server = read_config(config)
     experiment = server.options.experiment
     default_folder = user_folder("state") / "servers" / experiment
     folder = Path(server.options.folder or default_folder).expanduser()
     coordinator = Coordinator(task, server, folder)
     if coordinator.over():
-        write_history(coordinator, folder)  # it is missing if the server was killed after its last round
+        write_history(coordinator, folder)  # missing if the server was killed after its last round
         log.info(
             "%s: already complete after round %d; set rounds higher to resume it, or use another experiment. "
             "`fadamgc report %s` shows it",

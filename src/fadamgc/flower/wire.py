@@ -64,8 +64,8 @@ def from_array_record(record: object, names: Collection[str] | None = None) -> d
 
 def _tensor(name: str, array: Array) -> Tensor:
     shape = array.shape
-    sound = len(shape) <= MAX_DIMENSIONS and all(type(size) is int and 0 <= size < 2**40 for size in shape)
-    if array.stype != ARRAY_ENCODING or array.dtype not in DTYPES or not sound:
+    possible = len(shape) <= MAX_DIMENSIONS and all(type(k) is int and 0 <= k < 2**40 for k in shape)
+    if array.stype != ARRAY_ENCODING or array.dtype not in DTYPES or not possible:
         raise RefusedError(
             "record",
             f"{shown(name)} is not accepted: {shown(array.dtype)} {shown(shape)} encoded as "
