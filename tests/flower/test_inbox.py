@@ -136,6 +136,14 @@ def test_an_array_that_names_one_chunk_many_times_is_too_large(tmp_path):
     assert "its reply is not pulled: it has at least" in strategy.coordinator.refusals[0]
 
 
+def test_without_a_limit_on_responses_no_run_starts(tmp_path):
+    _, grid, strategy = linked(tmp_path)
+    del grid._client._client  # as if another version of Flower had another client
+    with pytest.raises(AttributeError, match="_client"):
+        strategy.start(grid)
+    assert strategy.coordinator.history == []
+
+
 def test_limits_leave_room_for_what_is_asked_for():
     limit = SizeLimit(2, 1 << 20)
     limit.check(20, (1 << 20) + 4000)
