@@ -14,15 +14,7 @@ import fadamgc
 from fadamgc.errors import CheckpointError, InputError
 from fadamgc.flower import server_store as store_module
 from fadamgc.flower.client_store import ClientStore
-from fadamgc.flower.protocol import (
-    NEVER,
-    RefusedError,
-    Request,
-    Stamp,
-    StoredState,
-    resolve_pending,
-    with_pending,
-)
+from fadamgc.flower.protocol import NEVER, RefusedError, Request, Stamp, StoredState, resolve_pending
 from world import SETTINGS, SIZES, Killed, World
 
 # The same numbers as the simulator's.
@@ -239,13 +231,13 @@ def request(round=3, attempt=1, counted=NEVER, generation=0):
 
 
 def test_pending_is_committed_or_dropped():
-    kept = with_pending(StoredState(), request(1), "one")
+    kept = StoredState().with_pending(request(1), "one")
     assert kept == StoredState(0, Stamp(1, 1), NEVER, None, Stamp(1, 1), "one")
     counted = resolve_pending(kept, request(2, counted=Stamp(1, 1)))
     assert (counted.committed, counted.committed_state, counted.pending) == (Stamp(1, 1), "one", None)
     dropped = resolve_pending(kept, request(2))
     assert (dropped.committed, dropped.committed_state, dropped.pending) == (NEVER, None, None)
-    two = with_pending(counted, request(2), "two")
+    two = counted.with_pending(request(2), "two")
     other_start = resolve_pending(two, request(2, attempt=2, counted=Stamp(1, 1)))
     assert other_start.committed_state == "one"
     anew = resolve_pending(kept, request(1, generation=1))

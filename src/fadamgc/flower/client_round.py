@@ -14,14 +14,7 @@ from fadamgc.federation.jobs import Job, Result, Round
 from fadamgc.federation.settings import Settings
 from fadamgc.federation.sums import all_finite
 from fadamgc.flower.client_store import ClientStore
-from fadamgc.flower.protocol import (
-    RefusedError,
-    Reply,
-    TrainRequest,
-    check_tensors,
-    resolve_pending,
-    with_pending,
-)
+from fadamgc.flower.protocol import RefusedError, Reply, TrainRequest, check_tensors, resolve_pending
 from fadamgc.sim.executors.trainer import train
 from fadamgc.task import Loss, Pair, Task
 from fadamgc.tree import from_names, leaves, named_leaves
@@ -64,7 +57,7 @@ def handle_request(client: LocalClient, store: ClientStore, train: TrainRequest)
         if is_setup:
             g = functions.whole_gradient(vectors["x"], buffers, client.client, client.data, settings.seed, 0)
             _check_finite(client, [g])
-            store.save(with_pending(stored, request, algorithm.init_client(vectors["x"], g)))
+            store.save(stored.with_pending(request, algorithm.init_client(vectors["x"], g)))
             return Reply(*request[:4], {"g": g}, {}, 0.0, settings.passes(client.data.size))
         down = from_names(like.down, vectors)
         state = stored.committed_state
@@ -73,7 +66,7 @@ def handle_request(client: LocalClient, store: ClientStore, train: TrainRequest)
         round = Round(functions, algorithm, settings.seed, request.stamp.round, down, buffers)
         result = client.train(round, settings, state, tracked)
         _check_finite(client, leaves([result.state, result.up, result.buffers, result.loss]))
-        store.save(with_pending(stored, request, result.state))
+        store.save(stored.with_pending(request, result.state))
     up = train.sent_fields(result.up)
     return Reply(*request[:4], up, result.buffers, float(result.loss), result.job.batches.steps)
 

@@ -97,6 +97,10 @@ class StoredState(NamedTuple):
     pending: Stamp | None = None
     pending_state: Any = None  # after the pending round
 
+    def with_pending(self, request: Request, state: Any) -> StoredState:
+        """Store the state after a request's round as pending, until the server says whether it counted."""
+        return self._replace(seen=request.stamp, pending=request.stamp, pending_state=state)
+
 
 class RefusedError(FadamgcError):
     """A request or a reply is refused: ``kind`` is the reason as a keyword, the message explains it."""
@@ -140,11 +144,6 @@ def resolve_pending(stored: StoredState, request: Request) -> StoredState:
             "(reset-states = true)",
         )
     return stored
-
-
-def with_pending(stored: StoredState, request: Request, state: Any) -> StoredState:
-    """Store the state after a request's round as pending, until the server says whether it counted."""
-    return stored._replace(seen=request.stamp, pending=request.stamp, pending_state=state)
 
 
 def describe(stamp: Stamp) -> str:

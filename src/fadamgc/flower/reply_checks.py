@@ -129,7 +129,7 @@ class ReplyChecks:
             for i, length in lengths.items():
                 # For a client with more local steps than is typical, the limit grows in proportion.
                 growth = min(max(steps[i] / typical_steps, 1.0), ratio) if typical_steps else 1.0
-                if length > max(ratio * growth * typical, self._size_at_server(name, state)):
+                if length > ratio * growth * typical and length > self._size_at_server(name, state):
                     why = f"more than max_norm_ratio={ratio:g} times the typical norm {typical:.4g}"
                     refused.setdefault(i, refusal(i, "norm", f"{name} has norm {length:.4g}, {why}"))
         return dict(sorted(refused.items()))
