@@ -579,6 +579,7 @@ def test_a_federation_sends_adapters_and_nothing_else(bases, data, tmp_path):
     from fadamgc.federation.settings import Settings
     from fadamgc.flower import client_app
     from fadamgc.flower.clientapp import client_number
+    from fadamgc.flower.config import ServerConfig, ServerOptions
     from fadamgc.flower.coordinator import Coordinator
     from fadamgc.flower.strategy import Strategy
     from in_process_grid import Here, held
@@ -586,7 +587,8 @@ def test_a_federation_sends_adapters_and_nothing_else(bases, data, tmp_path):
     task = task_of(bases["bert"], data, clients=2)
     app = client_app(lambda context: (task.model, task.loss, task.pairs[client_number(context)]))
     settings = Settings(rounds=2, local_epochs=1, batch_size=8)
-    coordinator = Coordinator(fadamgc.FAdamGC(), task, 2, settings, "texts", tmp_path / "server")
+    config = ServerConfig(fadamgc.FAdamGC(), settings, ServerOptions(clients=2, experiment="texts"), {})
+    coordinator = Coordinator(task, config, tmp_path / "server")
     grid, down = Here(app, tmp_path, 2), []
     push = grid.push_messages
     grid.push_messages = lambda messages: (down.extend(held(m.content) for m in messages), push(messages))[1]
