@@ -353,7 +353,7 @@ def test_lower_layers_that_do_not_fit_into_memory_are_refused(bases, own, monkey
         (b"text,label\ngood,0\nna\xefve,1\n", {}, "invalid UTF8 data; save it as UTF-8"),
         (b"t\xe9xt,label\ngood,0\n", {}, "save it as UTF-8"),
         (b"text,text,label\ngood,bad,0\n", {}, "there is more than one column 'text'"),
-        (b"text,label\n", {}, "own.csv: there are no rows of texts"),
+        (b"text,label\n", {}, "own.csv: there are no rows in it"),
         (TEXTS.encode(), {"columns": "review"}, "there is no column 'review'; it has text, label"),
         (TEXTS.encode(), {"columns": ("text",) * 3}, "it must be one column of texts, or two"),
         (TEXTS.encode(), {"test": "nothing.csv"}, "test='nothing.csv' does not exist"),
