@@ -64,12 +64,13 @@ class Layout(NamedTuple):
 class Packed(ABC):
     """The parts of a classifier of transformers."""
 
-    layers: nn.ModuleList
     embeddings: ClassVar[tuple[str, ...]]  # names of the modules in the body that come before the layers
+    stack: ClassVar[str]  # name of the list of layers in the body
     selected: ClassVar[Literal["first", "last"]]  # the token of each text that the head uses
 
-    def __init__(self, classifier: Any, body: Any) -> None:
-        self.classifier, self.body = classifier, body
+    def __init__(self, classifier: Any) -> None:
+        self.classifier, self.body = classifier, classifier.base_model
+        self.layers: Any = self.body.get_submodule(self.stack)
 
     def run(self, x: Tensor, layout: Layout, first: int = 0) -> Tensor:
         """Return the logits from the input (tokens, width) of layer ``first``."""
@@ -92,11 +93,7 @@ class Packed(ABC):
 
 
 class _Bert(Packed):
-    embeddings, selected = ("embeddings",), "first"
-
-    def __init__(self, classifier: Any) -> None:
-        super().__init__(classifier, classifier.bert)
-        self.layers = self.body.encoder.layer
+    embeddings, stack, selected = ("embeddings",), "encoder.layer", "first"
 
     def embed(self, tokens: Tensor, positions: Tensor, types: Tensor | None) -> Tensor:
         types = torch.zeros_like(tokens) if types is None else types
@@ -104,7 +101,7 @@ class _Bert(Packed):
         return x[0]
 
     def layer(self, i: int, x: Tensor, layout: Layout, selected: Tensor | None = None) -> Tensor:
-        layer: Any = self.layers[i]
+        layer = self.layers[i]
         attention = layer.attention.self
         residual = x if selected is None else x[selected]
         q, k, v = attention.query(residual), attention.key(x), attention.value(x)
@@ -121,11 +118,8 @@ class _Bert(Packed):
 
 
 class _Gpt2(Packed):
-    embeddings, selected = ("wte", "wpe", "drop"), "last"  # only the last token depends on the whole text
-
-    def __init__(self, classifier: Any) -> None:
-        super().__init__(classifier, classifier.transformer)
-        self.layers = self.body.h
+    # The last token is the only one that depends on the whole text.
+    embeddings, stack, selected = ("wte", "wpe", "drop"), "h", "last"
 
     def embed(self, tokens: Tensor, positions: Tensor, types: Tensor | None) -> Tensor:
         x = self.body.wte(tokens) + self.body.wpe(positions)
@@ -133,7 +127,7 @@ class _Gpt2(Packed):
         return dropped
 
     def layer(self, i: int, x: Tensor, layout: Layout, selected: Tensor | None = None) -> Tensor:
-        layer: Any = self.layers[i]
+        layer = self.layers[i]
         attention = layer.attn
         q, k, v = attention.c_attn(layer.ln_1(x)).chunk(3, dim=1)
         if selected is not None:
@@ -150,21 +144,19 @@ class _Gpt2(Packed):
         return logits
 
 
-KINDS: dict[str, type[_Bert | _Gpt2]] = {
-    "BertForSequenceClassification": _Bert,
-    "GPT2ForSequenceClassification": _Gpt2,
-}
-
-
 def packed(classifier: nn.Module) -> Packed | None:
     """Return the parts of a classifier of transformers; None if this module does not support it."""
-    kind = KINDS.get(type(classifier).__name__)
     config: Any = getattr(classifier, "config", None)
-    if kind is None or (kind is _Bert and config.is_decoder) or config.add_cross_attention:
+    parts: Packed
+    match type(classifier).__name__:
+        case "BertForSequenceClassification" if not config.is_decoder:
+            parts = _Bert(classifier)
+        case "GPT2ForSequenceClassification":
+            parts = _Gpt2(classifier)
+        case _:
+            return None
+    if config.add_cross_attention or getattr(config, "position_embedding_type", "absolute") != "absolute":
         return None
-    if getattr(config, "position_embedding_type", "absolute") != "absolute":
-        return None
-    parts = kind(classifier)
     # If peft has copied the attention, adapters would be applied to the wrong copy.
     copied = any(hasattr(getattr(layer, "attn", None), "modules_to_save") for layer in parts.layers)
     return None if copied or parts.body.is_gradient_checkpointing else parts
