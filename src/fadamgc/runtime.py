@@ -1,4 +1,4 @@
-"""What all computations of a process share: memory, threads and torch's global random numbers."""
+"""Memory, threads and torch's global random numbers, which all computations of a process share."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Part:
 
 
 def check(source: Source, progress: Callable[[str, int], object] = lambda *_: None) -> dict[str, Part]:
-    """Read a whole data set; an error names what is missing or damaged.
+    """Read a whole data set; an error names the file that is missing or damaged.
 
     ``progress`` is called with "train" or "test" and the number of rows of that part read so far.
     """

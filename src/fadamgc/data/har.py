@@ -19,7 +19,7 @@ SHAPES = {"x": (9, 128), "y": (), "subject": (), "is_test": ()}  # for one windo
 
 
 class Har(NamedTuple):
-    """Windows of signals, and what is known about each."""
+    """Windows of signals, with the activity, the person and the part of each."""
 
     x: Tensor  # (n, 9, 128)
     y: Tensor  # (n,): the activity, 0 to 5

@@ -44,19 +44,21 @@ class Layout(NamedTuple):
             x = x.new_zeros(texts * length, x.shape[1]).index_copy(0, self.position, x)
         return x.view(texts, length, -1)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, heads: int, causal: bool, **options: Any) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, heads: int, scale: float, dropout: nn.Dropout, causal: bool
+    ) -> Tensor:
         """Compute the attention within each text; q is for all tokens, or for one token per text."""
         single = len(q) == len(self.mask)
+        causal = causal and not single  # no mask is needed then: padding comes after all tokens
 
         def split(x: Tensor) -> Tensor:
             return x.view(*x.shape[:2], heads, -1).transpose(1, 2)
 
         query = split(q[:, None] if single else self.unpack(q))
-        if causal and not single:  # padding comes after all tokens
-            options["is_causal"] = True
-        else:
-            options["attn_mask"] = self.mask[:, None, None]
-        out = scaled_dot_product_attention(query, split(self.unpack(k)), split(self.unpack(v)), **options)
+        key, value = split(self.unpack(k)), split(self.unpack(v))
+        mask = None if causal else self.mask[:, None, None]
+        p = dropout.p if dropout.training else 0.0
+        out = scaled_dot_product_attention(query, key, value, mask, p, is_causal=causal, scale=scale)
         out = out.transpose(1, 2).flatten(2)
         return out[:, 0] if single else self.pack(out)
 
@@ -105,9 +107,8 @@ class _Bert(Packed):
         attention = layer.attention.self
         residual = x if selected is None else x[selected]
         q, k, v = attention.query(residual), attention.key(x), attention.value(x)
-        dropout = attention.dropout.p if attention.training else 0.0
         heads, scale = attention.num_attention_heads, attention.scaling
-        hidden = layout.attend(q, k, v, heads, causal=False, dropout_p=dropout, scale=scale)
+        hidden = layout.attend(q, k, v, heads, scale, attention.dropout, causal=False)
         hidden = layer.attention.output(hidden, residual)
         out: Tensor = layer.output(layer.intermediate(hidden), hidden)
         return out
@@ -132,9 +133,8 @@ class _Gpt2(Packed):
         q, k, v = attention.c_attn(layer.ln_1(x)).chunk(3, dim=1)
         if selected is not None:
             q, x = q[selected], x[selected]
-        dropout = attention.attn_dropout.p if attention.training else 0.0
         heads, scale = attention.num_heads, attention.scaling
-        hidden = layout.attend(q, k, v, heads, causal=True, dropout_p=dropout, scale=scale)
+        hidden = layout.attend(q, k, v, heads, scale, attention.attn_dropout, causal=True)
         x = x + attention.resid_dropout(attention.c_proj(hidden))
         out: Tensor = x + layer.mlp(layer.ln_2(x))
         return out
