@@ -275,8 +275,6 @@ def _pair(data: Pair | Dataset[Any], owner: str) -> Pair:
     """Return the data of one client, or the test data, as checked tensors."""
     try:
         x, y = (torch.as_tensor(part) for part in _columns(data))
-    except InputError:
-        raise
     except Exception as error:
         raise InputError(
             f"{owner} is not a pair (inputs, targets) of tensors or a Dataset of such pairs: {reason(error)}"

@@ -219,6 +219,13 @@ def test_a_bad_row_is_named_with_its_file(folders, changes, message):
     assert str(path) in str(error.value)
 
 
+def test_files_without_rows_are_refused(folders):
+    path = sets.write_rows(folders / "cifar10" / "train-00000-of-00001.parquet", img=[], label=[])
+    with pytest.raises(InputError, match="there are no rows in it; download it again") as error:
+        images.load("cifar10", "train")
+    assert str(path) in str(error.value)
+
+
 @pytest.mark.parametrize("keep", [0, 3, 500, -20])
 def test_a_truncated_file_is_named(folders, keep):
     path = damaged(folders)

@@ -95,11 +95,7 @@ def linear_regression(
 
     A = sum(X_i.T @ X_i / len(X_i) for X_i in X)
     b = sum(X_i.T @ Y_i / len(X_i) for X_i, Y_i in zip(X, Y, strict=True))
-    try:
-        optimum = np.linalg.solve(A, b)[:, 0]
-    except np.linalg.LinAlgError as error:
-        raise InputError(f"samples={samples!r} with dim={dim} have no unique optimum: {error}") from None
-    return _synthetic(X, Y, optimum)
+    return _synthetic(X, Y, optimum=np.linalg.solve(A, b)[:, 0])
 
 
 def _synthetic(X: list[np.ndarray], Y: list[np.ndarray], optimum: np.ndarray) -> Synthetic:
