@@ -17,6 +17,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from fadamgc.federation.settings import Settings
 from fadamgc.flower import client_app
 from fadamgc.flower.clientapp import client_number
+from fadamgc.flower.config import ServerConfig, ServerOptions
 from fadamgc.flower.coordinator import Coordinator
 from fadamgc.flower.strategy import Strategy
 from problems import class_task
@@ -80,18 +81,12 @@ def app_of(task):
 
 def make(tmp_path, algo=None, clients=3, rounds=3, sizes=SIZES, **options):
     task = class_task(sizes=sizes)
-    named = {k: options.pop(k) for k in ("min_clients", "max_norm") if k in options}
+    server = ServerOptions(clients=clients, experiment="test", min_clients=options.pop("min_clients", 1))
     timing = {"round_timeout": 0.3, "wait_timeout": 0.3, "poll": 0.01}
     timing |= {k: options.pop(k) for k in (*timing, "below_minimum") if k in options}
-    coordinator = Coordinator(
-        algo or fadamgc.FAdamGC(),
-        task,
-        clients,
-        Settings(rounds=rounds, **LOCAL | options),
-        "test",
-        tmp_path / "server",
-        **named,
-    )
+    settings = Settings(rounds=rounds, **LOCAL | options)
+    config = ServerConfig(algo or fadamgc.FAdamGC(), settings, server, {})
+    coordinator = Coordinator(task, config, tmp_path / "server")
     return task, Here(app_of(task), tmp_path, clients), Strategy(coordinator, **timing)
 
 

@@ -1,4 +1,4 @@
-"""The cache: damaged arrays are made again, and compiled code is stored where nobody else can write."""
+"""The cache: damaged arrays are computed again, and compiled code is stored where nobody else can write."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_the_file_of_another_array_is_not_read(cache_folder):
     assert [file.read_bytes() for file in files] == content
 
 
-def test_a_file_without_a_digest_is_made_again(cache_folder):
+def test_an_array_without_a_digest_is_computed_again(cache_folder):
     whole = digits.load()
     (file,) = (cache_folder / "digits").iterdir()
     np.save(file, np.zeros((1797, 66), np.uint8))  # as earlier versions wrote it
@@ -110,10 +110,10 @@ def test_a_file_without_a_digest_is_made_again(cache_folder):
         np.array([True, False]),
     ],
 )
-def test_an_array_is_read_as_it_was_made(array, mapped):
+def test_a_cached_array_is_read_unchanged(array, mapped):
     from fadamgc.cache import cached
 
-    for make in (lambda: array, lambda: pytest.fail("made again")):
+    for make in (lambda: array, lambda: pytest.fail("computed again")):
         found = cached("some/array", make, mapped)
         assert found.dtype == array.dtype
         assert found.shape == array.shape
@@ -134,7 +134,7 @@ def test_temporary_files_of_killed_processes_are_removed(cache_folder):
 # Folders for compiled code
 
 
-def test_the_folder_for_code_is_the_users_alone_whatever_the_umask(cache_folder):
+def test_only_the_user_can_enter_the_code_folder_whatever_the_umask(cache_folder):
     from fadamgc.cache import code_folder
 
     before = os.umask(0)
@@ -159,7 +159,7 @@ def test_the_folder_for_code_is_the_users_alone_whatever_the_umask(cache_folder)
         lambda cache: (shutil.rmtree(cache), cache.touch()),
     ],
 )
-def test_a_folder_that_others_can_write_is_replaced_by_one_of_the_process(
+def test_a_code_folder_that_others_can_write_is_replaced_by_a_temporary_one(
     cache_folder, tmp_path, monkeypatch, caplog, spoil
 ):
     from fadamgc.cache import code_folder
@@ -194,10 +194,10 @@ def test_a_sticky_folder_above_is_accepted(cache_folder):
 def test_the_temporary_folder_of_another_user_is_not_used(cache_folder, tmp_path, monkeypatch):
     from fadamgc.cache import code_folder
 
-    theirs = tmp_path / "theirs"
-    theirs.mkdir()
-    os.chown(theirs, NOBODY, NOBODY)
+    other_folder = tmp_path / "other_folder"
+    other_folder.mkdir()
+    os.chown(other_folder, NOBODY, NOBODY)
     cache_folder.touch()
-    monkeypatch.setenv("FADAMGC_PROCESS_CODE", str(theirs))
+    monkeypatch.setenv("FADAMGC_PROCESS_CODE", str(other_folder))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert code_folder() != theirs
+    assert code_folder() != other_folder

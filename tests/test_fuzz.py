@@ -20,8 +20,8 @@ def fuzz(*arguments):
 
 @pytest.mark.slow
 def test_bad_input_is_refused_with_a_message():
-    budget = {"specs": 15, "arguments": 40, "data": 25, "folders": 10}
-    done = fuzz("cache=5", *(f"{name}={count}" for name, count in budget.items()))
+    budget = {"specs": 8, "arguments": 24, "data": 12, "folders": 6}
+    done = fuzz("cache=3", *(f"{name}={count}" for name, count in budget.items()))
     assert done.returncode == 0, done.stdout + done.stderr
     for name, count in budget.items():
         accepted, refused = map(

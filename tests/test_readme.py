@@ -60,7 +60,7 @@ def test_the_docs_examples_run(block, monkeypatch):
         assert run.history[-1].train_loss < run.history[0].train_loss
 
 
-def test_the_example_of_an_algorithm_is_there():
+def test_the_docs_have_an_example_of_an_algorithm():
     assert any("HeavyBall" in block for block in EXAMPLES)
 
 
@@ -99,7 +99,7 @@ def test_the_example_of_a_text_task_runs(tmp_path, monkeypatch):
     assert Path("adapter", "adapter_config.json").exists()
 
 
-def test_the_table_of_algorithms_is_what_they_send():
+def test_the_table_of_algorithms_shows_what_clients_send():
     rows = [
         [cell.strip(" `") for cell in line.strip("|").split("|")]
         for line in section("algorithms").splitlines()[2:]
@@ -120,7 +120,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 
-def test_links_and_commands_are_there():
+def test_links_and_commands_exist():
     pages = ("*.md", "docs/*.md", "docs/adr/*.md", "benchmarks/*.md")
     for page in (page for pattern in pages for page in ROOT.glob(pattern)):
         for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", page.read_text()):

@@ -164,7 +164,7 @@ def test_a_loss_that_would_broadcast_is_refused(loss, swap):
         lambda o, y: (o.squeeze(1) * y).mean().exp(),
     ],
 )
-def test_a_loss_that_brings_shapes_together_itself_is_accepted(loss):
+def test_a_loss_that_reshapes_its_arguments_is_accepted(loss):
     fadamgc.Task(nn.Linear(5, 1), loss, [(torch.randn(6, 5), torch.randn(6))])
 
 
@@ -188,14 +188,14 @@ class Augmented(Dataset):
 
 
 @pytest.mark.parametrize("kind", ["python", "numpy", "torch"])
-def test_random_augmentation_in_a_dataset_is_warned_of(kind):
+def test_random_augmentation_in_a_dataset_causes_a_warning(kind):
     with pytest.warns(UserWarning, match="a Task reads each item once.*into the model") as caught:
         fadamgc.Task(mlp(), F.cross_entropy, [Augmented(kind), Augmented(kind)], Augmented("none"))
     assert len(caught) == 1
     assert caught[0].filename == __file__
 
 
-def test_reading_a_dataset_again_leaves_random_numbers_alone():
+def test_reading_a_dataset_again_does_not_change_random_numbers():
     def drawn():
         return random.random(), float(np.random.rand()), float(torch.rand(()))
 
@@ -215,7 +215,7 @@ def test_reading_a_dataset_again_leaves_random_numbers_alone():
     assert torch.equal(torch.get_rng_state(), again.get_state())
 
 
-def test_sequences_of_different_lengths_are_to_be_padded():
+def test_sequences_of_different_lengths_are_refused():
     class Sequences(Dataset):
         def __len__(self):
             return 4

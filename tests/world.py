@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from types import SimpleNamespace
 
 import torch
@@ -10,12 +11,13 @@ import fadamgc
 from fadamgc.federation.settings import Settings
 from fadamgc.flower.client_round import LocalClient, handle_request
 from fadamgc.flower.client_store import ClientStore
+from fadamgc.flower.config import ServerConfig, ServerOptions
 from fadamgc.flower.coordinator import Coordinator
 from fadamgc.flower.protocol import NEVER
 from problems import class_task
 
 SIZES = (6, 20, 11)
-OPTIONS = ("max_norm", "max_norm_ratio", "max_samples", "max_size_ratio", "min_clients", "checkpoints")
+OPTIONS = {field.name for field in fields(ServerOptions)}
 SETTINGS = {"sampled": 2, "tracked": 1, "local_steps": 3, "batch_size": 4, "seed": 5}
 
 
@@ -30,7 +32,7 @@ class World:
         self.folder = folder
         self.algo = algo or fadamgc.FAdamGC(eta_l=0.05)
         self.task = class_task(sizes=options.pop("sizes", SIZES), model=model)
-        self.options = {key: options.pop(key) for key in OPTIONS if key in options}
+        self.options = {key: options.pop(key) for key in OPTIONS & options.keys()}
         self.settings = Settings(rounds=options.pop("rounds", 4), dtype=dtype, **SETTINGS | options)
         model = self.task.model.to(dtype)
         self.parties = [
@@ -44,11 +46,11 @@ class World:
     def n(self):
         return self.task.n
 
-    def start(self, **more):
+    def start(self, facts=None, **more):
         """The server, for the first time or again."""
-        self.server = Coordinator(
-            self.algo, self.task, self.n, self.settings, "test", self.folder / "server", **self.options | more
-        )
+        options = ServerOptions(**{"clients": self.n, "experiment": "test"} | self.options | more)
+        config = ServerConfig(self.algo, self.settings, options, facts or {})
+        self.server = Coordinator(self.task, config, self.folder / "server")
 
     def messages(self, available=None):
         """What the server sends, with the wire's copy of it."""

@@ -29,21 +29,12 @@ from fadamgc.errors import CheckpointError, shown
 from fadamgc.files import make_folder, remove_leftovers, replacing, unwritable, write_atomic
 
 FORMAT = 1
-CHUNK = 1 << 22  # bytes that are read at a time
 # Limits on decompression, in bytes and as a ratio; JSON files of real runs compress at most 100 times.
 LARGEST_RECORD, LARGEST_RATIO, SMALL_RECORD = 1 << 30, 300, 1 << 20
 SAFETENSORS_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.complex64: "C64",
+    **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
+    **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"},
+    **{torch.bool: "BOOL", torch.complex64: "C64"},
 }
 
 
@@ -185,37 +176,40 @@ def _decompress(path: Path, data: bytes) -> bytes:
 
 
 def _read_tensors(path: Path, named_by: Path, digest: Any) -> dict[str, Tensor]:
-    sha, size = hashlib.sha256(), 0
     try:
         with open(path, "rb") as file:
-            while chunk := file.read(CHUNK):
-                sha.update(chunk)
-                size += len(chunk)
+            found, size = hashlib.file_digest(file, "sha256").hexdigest(), file.tell()
     except OSError as error:
-        raise CheckpointError(f"{path}, named by {named_by}, cannot be read: {error.strerror}") from error
-    if sha.hexdigest() != digest:
-        raise CheckpointError(
-            f"{path} was truncated or altered after it was written: its {size} bytes do not "
-            f"match the sha256 in {named_by}"
-        )
+        raise _unreadable(path, named_by, error) from error
+    if found != digest:
+        raise _altered(path, named_by, f"its {size} bytes")
     try:
-        with safe_open(path, framework="pt") as file:
+        with safe_open(path, framework="pt") as tensors:
             # Copies, because another process may write to the file later.
-            return {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
+            return {key: tensors.get_tensor(key).clone() for key in tensors.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, RuntimeError) as error:
         raise CheckpointError(f"{path} is not a safetensors file: {error}") from error
 
 
+def _unreadable(path: Path, named_by: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(f"{path}, named by {named_by}, cannot be read: {error.strerror}")
+
+
+def _altered(path: Path, named_by: Path, part: str) -> CheckpointError:
+    start = f"{path} was truncated or altered after it was written"
+    return CheckpointError(f"{start}: {part} do not match the sha256 in {named_by}")
+
+
 def _json_lines(body: Mapping[str, Any]) -> str:
     """Return JSON with one line per key, and one per item of a list of objects: easy to compare."""
-    parts = []
+    lines = []
     for key, value in body.items():
         if isinstance(value, list) and value and isinstance(value[0], dict):
-            text = "[\n" + ",\n".join(json.dumps(item) for item in value) + "\n]"
+            text = "[\n" + ",\n".join(map(json.dumps, value)) + "\n]"
         else:
             text = json.dumps(value)
-        parts.append(f"{json.dumps(key)}: {text}")
-    return "{\n" + ",\n".join(parts) + "\n}\n"
+        lines.append(f"{json.dumps(key)}: {text}")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def _digest(body: Mapping[str, Any]) -> str:
@@ -256,15 +250,10 @@ class Journal:
         except (KeyError, TypeError, ValueError, OverflowError):
             raise CheckpointError(f"{named_by} does not say how long {self.path.name} is") from None
         except OSError as error:
-            raise CheckpointError(
-                f"{self.path}, named by {named_by}, cannot be read: {error.strerror}"
-            ) from error
+            raise _unreadable(self.path, named_by, error) from error
         sha = hashlib.sha256(data)
         if len(data) != size or sha.hexdigest() != digest:
-            raise CheckpointError(
-                f"{self.path} was truncated or altered after it was written: its first {size} bytes do not "
-                f"match the sha256 in {named_by}"
-            )
+            raise _altered(self.path, named_by, f"its first {size} bytes")
         self.size, self._sha = size, sha
         for line in data.splitlines():
             try:

@@ -53,29 +53,27 @@ def make_private(folder: Path) -> None:
 def cached(name: str, make: Callable[[], npt.NDArray[Any]], mapped: bool = False) -> npt.NDArray[Any]:
     """Read an array from the cache; compute and store it if its file is missing, damaged or has no digest.
 
-    Args:
-        name: of the file in the cache; it must change when ``make`` would return another array.
-        make: computes the array.
-        mapped: leave the array on disk, read-only, and read only the parts that are used. The digest is
-            checked when a process first opens the file, and again after the file has changed.
+    ``name`` must change when ``make`` would return another array. A ``mapped`` array stays on disk and is
+    read-only; only the parts that are used are read. Its digest is checked when a process first opens the
+    file, and again after the file has changed.
     """
-    place = cache_folder() / f"{name}.npy"
+    path = cache_folder() / f"{name}.npy"
     try:
-        return _read(place, name, mapped)
+        return _read(path, name, mapped)
     except FileNotFoundError:
         pass
     except Exception as error:  # numpy raises many kinds of errors for a damaged file
-        log.info("%s is computed again: %s", place, error)
+        log.info("%s is computed again: %s", path, error)
     array = make()
     try:
         make_private(cache_folder())
-        place.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(place, lambda file: _write(file, name, array))
-        _make_room(place)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, lambda file: _write(file, name, array))
+        _make_room(path)
         if mapped:
-            array = _read(place, name, mapped)  # no longer in memory
+            array = _read(path, name, mapped)  # no longer in memory
     except (OSError, ValueError) as error:
-        log.info("%s is not stored: %s", place, error)
+        log.info("%s is not stored: %s", path, error)
     return array
 
 
@@ -97,21 +95,21 @@ def _write(file: BinaryIO, name: str, array: npt.NDArray[Any]) -> None:
         file.write(part)
 
 
-def _read(place: Path, name: str, mapped: bool) -> npt.NDArray[Any]:
+def _read(path: Path, name: str, mapped: bool) -> npt.NDArray[Any]:
     """Read an array that ``_write`` has written; raise ValueError if the file has changed."""
-    with open(place, "rb") as file:
+    with open(path, "rb") as file:
         status = os.fstat(file.fileno())
         identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
         if status.st_size <= DIGEST:
             raise ValueError("it is too short")
         content = np.memmap(file, np.uint8, "r") if mapped else np.fromfile(file, np.uint8)
-        if not mapped or _verified.get(place) != identity:
+        if not mapped or _verified.get(path) != identity:
             if _digest(name, content[:-DIGEST]) != content[-DIGEST:].tobytes():
                 raise ValueError("it has no digest, or one that does not match its content")
             if mapped:
-                _verified[place] = identity
+                _verified[path] = identity
         with suppress(OSError):  # _make_room removes the least recently used arrays
-            os.utime(place, ns=(time.time_ns(), status.st_mtime_ns))
+            os.utime(path, ns=(time.time_ns(), status.st_mtime_ns))
     header = io.BytesIO(content[:LONGEST_HEADER].tobytes())
     np.lib.format.read_magic(header)
     shape, columns_first, dtype = np.lib.format.read_array_header_1_0(header)

@@ -156,11 +156,8 @@ def unwritable(path: Path, error: OSError | ValueError) -> UnwritableError:
 def lock(folder: Path, seconds: float = 0.0) -> ExitStack:
     """Lock an existing folder until the end of a ``with`` block, or until ``close``.
 
-    A process that is killed releases its locks. Two runs in one process exclude each other as well.
-
-    Raises:
-        CheckpointInUseError: another run still has the lock after ``seconds``.
-        UnwritableError: the lock file cannot be written.
+    Wait up to ``seconds`` if another run has the lock. A process that is killed releases its locks. Two runs
+    in one process exclude each other as well.
     """
     stack = ExitStack()
     try:

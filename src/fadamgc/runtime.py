@@ -1,4 +1,4 @@
-"""What all computations of a process share: memory, threads and torch's global random numbers."""
+"""Memory, threads and torch's global random numbers, which all computations of a process share."""
 
 from __future__ import annotations
 
@@ -32,26 +32,19 @@ def memory() -> int | None:
     return min(limits, default=None)
 
 
-def check_room(what: str, size: int) -> None:
-    """Refuse arrays of ``size`` bytes if the machine has less memory; ``what`` is the setting to blame."""
+def check_room(setting: str, size: int) -> None:
+    """Refuse arrays of ``size`` bytes if the machine has less memory; the message names the setting."""
     available = memory()
     if available is not None and size > available:
         raise InputError(
-            f"{what} needs {size / 1e9:.3g} GB, this machine has {available / 1e9:.3g} GB of memory; "
+            f"{setting} needs {size / 1e9:.3g} GB, this machine has {available / 1e9:.3g} GB of memory; "
             "choose smaller numbers"
         )
 
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed torch's global generator in a ``with`` block; restore its state afterwards.
-
-    >>> with seeded(3):
-    ...     first = torch.rand(2)
-    >>> with seeded(3):
-    ...     torch.equal(first, torch.rand(2))
-    True
-    """
+    """Seed torch's global generator in a ``with`` block; restore its state afterwards."""
     with torch.random.fork_rng(devices=[]):
         if torch.accelerator.is_available():
             torch.manual_seed(seed)

@@ -69,7 +69,7 @@ class Task:
             raise InputError(f"model={shown(self.model)} is not a torch.nn.Module")
         if not callable(self.loss):
             raise InputError(f"loss={shown(self.loss)} is not a function of (output, target)")
-        if not callable(self.metric) and not _is_one_of(self.metric, *METRICS):
+        if not callable(self.metric) and not (isinstance(self.metric, str) and self.metric in METRICS):
             hint = nearest(self.metric, METRICS) if isinstance(self.metric, str) else ""
             raise InputError(
                 f"metric={shown(self.metric)} is not known{hint}; "
@@ -78,7 +78,7 @@ class Task:
         self.name = self.name if isinstance(self.name, str) else shown(self.name)
         if self.goal is None:
             self.goal = "min" if self.metric == "loss" else "max"
-        if not _is_one_of(self.goal, "max", "min"):
+        if not isinstance(self.goal, str) or self.goal not in ("max", "min"):
             raise not_accepted("goal", self.goal, "'max' or 'min'")
         clients = None if isinstance(self.clients, (dict, str, Tensor)) else listed(self.clients)
         if clients is None:
@@ -275,8 +275,6 @@ def _pair(data: Pair | Dataset[Any], owner: str) -> Pair:
     """Return the data of one client, or the test data, as checked tensors."""
     try:
         x, y = (torch.as_tensor(part) for part in _columns(data))
-    except InputError:
-        raise
     except Exception as error:
         raise InputError(
             f"{owner} is not a pair (inputs, targets) of tensors or a Dataset of such pairs: {reason(error)}"
@@ -346,10 +344,6 @@ def _compatible(a: Tensor, b: Tensor) -> bool:
     except RuntimeError:
         return False
     return True
-
-
-def _is_one_of(value: object, *names: str) -> bool:
-    return isinstance(value, str) and value in names
 
 
 @contextmanager

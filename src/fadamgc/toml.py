@@ -51,6 +51,8 @@ def toml_value(value: Any) -> str:
     """Return one value as TOML."""
     if isinstance(value, bool):
         return "true" if value else "false"
+    if isinstance(value, Mapping):
+        return f"{{ {', '.join(f'{key} = {toml_value(v)}' for key, v in value.items() if v is not None)} }}"
     if isinstance(value, (tuple, list)):
         return f"[{', '.join(map(toml_value, value))}]"
     if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""Watch runs in TensorBoard or MLflow while they are executed: callbacks of a simulation.
+"""Callbacks of a simulation that show its rounds in TensorBoard or MLflow.
 
 fadamgc.simulate(..., callbacks=[fadamgc.trackers.tensorboard("logs/first")])
 """

@@ -46,7 +46,7 @@ def dirichlet_arguments(draw: st.DrawFn) -> tuple[list[int], int, float, int, in
 
 @settings(deadline=None)
 @given(dirichlet_arguments())
-def test_dirichlet_holds_every_sample_once_and_enough_of_them_in_bounded_draws(
+def test_dirichlet_assigns_each_sample_once_and_gives_every_client_min_size(
     arguments: tuple[list[int], int, float, int, int, int],
 ) -> None:
     labels, clients, alpha, min_size, retries, seed = arguments
@@ -63,7 +63,7 @@ def test_dirichlet_holds_every_sample_once_and_enough_of_them_in_bounded_draws(
     assert same(split, dirichlet(labels, clients, alpha, seed, min_size=min_size, retries=retries))
 
 
-def test_dirichlet_keeps_the_draw_that_lacks_least_and_moves_no_more_than_it_must() -> None:
+def test_dirichlet_repairs_the_draw_that_lacks_the_fewest_samples() -> None:
     def table(*sizes: int) -> np.ndarray:
         return np.array(sizes).reshape(-1, 1)
 
@@ -76,7 +76,7 @@ def test_dirichlet_keeps_the_draw_that_lacks_least_and_moves_no_more_than_it_mus
     )
 
 
-def test_dirichlet_stops_at_the_first_draw_that_will_do() -> None:
+def test_dirichlet_uses_the_first_draw_without_small_clients() -> None:
     tables = [np.array([[4], [0]]), np.array([[3], [1]])]
     with mock.patch.object(partition, "_draw", side_effect=tables):
         split = dirichlet([0] * 4, 2, 0.1, seed=0)
@@ -92,7 +92,7 @@ def test_dirichlet_says_how_many_samples_it_moved() -> None:
     assert split.sizes().min() == 5
 
 
-def test_alpha_is_the_skew() -> None:
+def test_a_smaller_alpha_gives_more_label_skew() -> None:
     def largest_share(alpha: float) -> float:
         counts = dirichlet(BALANCED, 10, alpha, seed=0).counts(BALANCED)
         return float((counts.max(axis=1) / counts.sum(axis=1)).mean())
@@ -100,13 +100,13 @@ def test_alpha_is_the_skew() -> None:
     assert largest_share(0.05) > 0.7 > 0.4 > largest_share(1) > 0.15 > largest_share(1000)
 
 
-def test_the_order_of_the_samples_does_not_decide_who_holds_them() -> None:
+def test_clients_do_not_get_consecutive_samples() -> None:
     first, second = dirichlet([0] * 100, 2, 1e6, seed=0).indices
     assert first.min() < second.max()
     assert second.min() < first.max()
 
 
-def test_shares_that_do_not_quite_add_up_lose_no_sample() -> None:
+def test_no_sample_is_lost_if_shares_do_not_sum_to_1() -> None:
     rng = mock.Mock(spec=np.random.Generator)
     rng.permutation.side_effect = np.arange
     for shares in ([0.5, 0.4999999], [0.5, 0.5000001, 0.0]):
@@ -135,7 +135,7 @@ def test_huge_alpha_shares_equally() -> None:
 
 
 @pytest.mark.parametrize("broken", [0.0, float("nan")])
-def test_draws_that_floating_point_lost_become_the_limit_of_the_distribution(broken: float) -> None:
+def test_draws_that_underflow_are_replaced_by_the_limit_of_the_distribution(broken: float) -> None:
     rng = mock.Mock(spec=np.random.Generator)
     rng.dirichlet.return_value = np.full(5, broken)
     rng.integers.return_value = 3
@@ -151,7 +151,7 @@ PARTITIONS = {
 
 
 @pytest.mark.parametrize("split", PARTITIONS.values(), ids=PARTITIONS.keys())
-def test_the_seed_is_all_that_decides(split: Callable[..., Partition]) -> None:
+def test_a_partition_depends_on_the_seed_only(split: Callable[..., Partition]) -> None:
     first = split(BALANCED, 7)
     assert_each_sample_once(first, len(BALANCED))
     assert same(first, split(BALANCED, 7))
@@ -182,7 +182,7 @@ def test_iid_takes_a_numpy_count() -> None:
 
 
 @pytest.mark.parametrize(("shards_per_client", "most"), [(1, 1), (2, 2), (3, 6)])
-def test_shards_hold_one_label_each_unless_cut_across(shards_per_client: int, most: int) -> None:
+def test_a_shard_has_few_labels(shards_per_client: int, most: int) -> None:
     labels = np.random.default_rng(0).permutation(BALANCED)
     counts = shards(labels, 10, 0, shards_per_client).counts(labels)
     assert (counts > 0).sum(axis=1).max() <= most
@@ -201,7 +201,7 @@ def test_shards_are_of_equal_size(labels: list[int], data: st.DataObject) -> Non
 
 def test_natural_is_one_client_per_value_in_sorted_order() -> None:
     split = natural(["cy", "ann", "bob", "ann"])
-    assert [own.tolist() for own in split.indices] == [[1, 3], [2], [0]]
+    assert [rows.tolist() for rows in split.indices] == [[1, 3], [2], [0]]
     assert "3 clients" in split.note
     assert same(natural(torch.tensor([30, 2, 2, 7])), natural(np.array(["c", "a", "a", "b"], dtype=object)))
 
@@ -275,7 +275,7 @@ def rows(x: torch.Tensor) -> set[tuple[float, ...]]:
     return {tuple(row) for row in x.tolist()}
 
 
-def test_digits_are_split_once_and_for_all() -> None:
+def test_the_split_of_the_digits_never_changes() -> None:
     data = digits.load()
     assert data.train_x.shape == (1437, 64)
     assert data.test_x.shape == (360, 64)
@@ -293,7 +293,7 @@ def test_digits_are_split_once_and_for_all() -> None:
 
 
 @pytest.mark.parametrize("share", [0.01, 0.25, 0.99])
-def test_validation_comes_out_of_the_train_part(share: float) -> None:
+def test_validation_data_are_from_the_train_part(share: float) -> None:
     whole, tuning = digits.load(), digits.load(validation=share)
     assert rows(tuning.train_x) | rows(tuning.test_x) == rows(whole.train_x)
     assert len(tuning.train_y) + len(tuning.test_y) == len(whole.train_y)
@@ -317,7 +317,7 @@ PROBLEMS = {
 
 
 @pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS.keys())
-def test_the_gradient_is_zero_at_the_optimum_and_nowhere_near(problem: synthetic.Synthetic) -> None:
+def test_the_gradient_is_zero_at_the_optimum_only(problem: synthetic.Synthetic) -> None:
     w = problem.optimum.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(mean_objective(problem, w), w)
     assert problem.optimum.dtype == torch.float64
@@ -326,7 +326,7 @@ def test_the_gradient_is_zero_at_the_optimum_and_nowhere_near(problem: synthetic
     assert mean_objective(problem, problem.optimum + 1e-3) > mean_objective(problem, problem.optimum)
 
 
-def test_quadratics_are_the_closed_form() -> None:
+def test_quadratics_equal_the_closed_form() -> None:
     problem = synthetic.quadratics(clients=4, dim=6, seed=1, condition=50.0)
     w = torch.linspace(-1, 1, 6, dtype=torch.float64)
     for X, Y in problem.clients:
@@ -340,17 +340,17 @@ def test_quadratics_are_the_closed_form() -> None:
         )
 
 
-def test_problems_differ_by_seed_alone() -> None:
+def test_problems_depend_on_the_seed() -> None:
     for make in (synthetic.quadratics, synthetic.linear_regression):
         assert torch.equal(make(seed=1).optimum, make(seed=1).optimum)
         assert not torch.equal(make(seed=1).optimum, make(seed=2).optimum)
 
 
-def test_regression_clients_disagree_as_much_as_asked() -> None:
+def test_heterogeneity_is_the_spread_of_the_ground_truths() -> None:
     def disagreement(heterogeneity: float) -> float:
         problem = synthetic.linear_regression(samples=50, heterogeneity=heterogeneity, noise=0.0)
-        own = [torch.linalg.lstsq(X, Y).solution[:, 0] for X, Y in problem.clients]
-        return torch.stack(own).std(dim=0).mean().item()
+        solutions = [torch.linalg.lstsq(X, Y).solution[:, 0] for X, Y in problem.clients]
+        return torch.stack(solutions).std(dim=0).mean().item()
 
     assert disagreement(0.0) < 1e-12
     assert disagreement(2.0) == pytest.approx(2 * disagreement(1.0))
@@ -413,7 +413,7 @@ def test_many_classes_have_a_colour_bar_instead_of_a_legend(classes: int) -> Non
     assert len(figure.axes) == 2 + (classes == 21)
 
 
-def test_a_plot_that_fails_leaves_the_old_one(tmp_path: Path) -> None:
+def test_a_plot_that_fails_does_not_replace_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "labels.png"
     path.write_bytes(b"old")
 
@@ -428,7 +428,7 @@ def test_a_plot_that_fails_leaves_the_old_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_drawing_leaves_matplotlib_alone(tmp_path: Path) -> None:
+def test_drawing_does_not_change_the_settings_of_matplotlib(tmp_path: Path) -> None:
     program = """
 import sys, matplotlib
 before = matplotlib.rcParams.copy()

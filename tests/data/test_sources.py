@@ -25,10 +25,10 @@ from fadamgc.tasks.sections import task_spec
 pytestmark = pytest.mark.usefixtures("folders")
 
 
-# Where they are
+# Folders and files
 
 
-def test_the_data_root_is_that_of_the_variable_then_of_the_config_then_a_cache(tmp_path, monkeypatch):
+def test_the_data_root_is_from_the_variable_then_the_config_then_the_cache(tmp_path, monkeypatch):
     assert data_root() == tmp_path / "data"
     monkeypatch.delenv("FADAMGC_DATA")
     assert data_root() == tmp_path / "cache" / "data"
@@ -42,7 +42,7 @@ def test_the_data_root_is_that_of_the_variable_then_of_the_config_then_a_cache(t
             data_root()
 
 
-def test_an_absent_data_set_says_what_to_get_and_where_to_put_it(folders):
+def test_the_error_for_a_missing_data_set_says_how_to_get_it(folders):
     with pytest.raises(InputError) as error:
         images.load("cifar10", "train")
     for word in ("cifar10", str(folders / "cifar10"), "huggingface.co/datasets/uoft-cs/cifar10", "parquet"):
@@ -83,7 +83,7 @@ def test_signals_in_an_unknown_compression_are_refused(folders):
 
 
 @pytest.mark.parametrize("below", ["", "data", "plain_text"])
-def test_files_are_found_as_here_and_as_on_the_hub(folders, below):
+def test_files_are_found_in_the_folder_and_in_the_subfolders_of_the_hub(folders, below):
     sets.cifar10(folders)
     folder = folders / "cifar10"
     if below:
@@ -150,7 +150,7 @@ def test_the_cache_removes_the_least_recently_used_files(tmp_path, monkeypatch):
     kept = cache.cached("some/d", makes["d"], mapped=True)
     assert sorted(file.stem for file in (tmp_path / "some").iterdir()) == ["a", "c", "d"]
     assert kept.tolist() == [4] * 100
-    monkeypatch.setattr(cache, "ROOM", 1)  # what is needed now stays
+    monkeypatch.setattr(cache, "ROOM", 1)  # the newest array stays
     assert cache.cached("some/e", makes["a"], mapped=True)[0] == 1
     assert [file.stem for file in (tmp_path / "some").iterdir()] == ["e"]
 
@@ -219,6 +219,13 @@ def test_a_bad_row_is_named_with_its_file(folders, changes, message):
     assert str(path) in str(error.value)
 
 
+def test_files_without_rows_are_refused(folders):
+    path = sets.write_rows(folders / "cifar10" / "train-00000-of-00001.parquet", img=[], label=[])
+    with pytest.raises(InputError, match="there are no rows in it; download it again") as error:
+        images.load("cifar10", "train")
+    assert str(path) in str(error.value)
+
+
 @pytest.mark.parametrize("keep", [0, 3, 500, -20])
 def test_a_truncated_file_is_named(folders, keep):
     path = damaged(folders)
@@ -228,7 +235,7 @@ def test_a_truncated_file_is_named(folders, keep):
     assert str(path) in str(error.value)
 
 
-def test_a_byte_that_changed_does_not_go_unnoticed_or_is_harmless(folders):
+def test_a_changed_byte_is_detected_or_harmless(folders):
     path = damaged(folders)
     whole = path.read_bytes()
     right = np.array(images.load("cifar10", "train").x)
@@ -251,8 +258,8 @@ def test_har_has_a_client_for_each_person(folders):
     assert task.n == 30
     assert [len(x) for x, _ in task.pairs] == [9] * 30
     assert len(task.test_pair[0]) == 90
-    held = build_task(task_spec(data="uci_har"), seed=0, validation=0.25)
-    assert sum(len(x) for x, _ in held.pairs) + len(held.test_pair[0]) == 270
+    validation = build_task(task_spec(data="uci_har"), seed=0, validation=0.25)
+    assert sum(len(x) for x, _ in validation.pairs) + len(validation.test_pair[0]) == 270
     assert label_counts(task_spec(data="uci_har"), 0).counts.shape == (30, 6)
 
 
@@ -314,15 +321,15 @@ def test_images_are_shrunk_once(folders, monkeypatch):
     assert all(torch.equal(a, b) for (a, _), (b, _) in zip(first.pairs, again.pairs, strict=True))
 
 
-def test_held_out_images_are_of_the_train_part_and_of_no_client(folders):
+def test_held_out_images_are_from_the_train_part_and_belong_to_no_client(folders):
     sets.cifar10(folders)
     shutil.rmtree(folders / "cifar10" / "nothing", ignore_errors=True)
     (folders / "cifar10" / "test-00000-of-00001.parquet").unlink()  # it is not even looked for
     task = build_task(task_spec(data="cifar10", clients=5, alpha=1.0, width=4), seed=0, validation=0.25)
-    kept = torch.cat([x for x, _ in task.pairs])
-    held = task.test_pair[0]
-    assert (len(kept), len(held)) == (45, 15)
-    everything = {tuple(p.flatten().tolist()) for p in torch.cat([kept, held])}
+    train = torch.cat([x for x, _ in task.pairs])
+    held_out = task.test_pair[0]
+    assert (len(train), len(held_out)) == (45, 15)
+    everything = {tuple(p.flatten().tolist()) for p in torch.cat([train, held_out])}
     assert len(everything) == 60
 
 
@@ -336,7 +343,7 @@ def test_a_subset_is_even_over_the_classes_and_the_same_for_every_seed(folders):
 
 @pytest.mark.parametrize("model", ["mlp", "cnn", "resnet8", "resnet18"])
 @pytest.mark.parametrize("augment", ["none", "crop-flip"])
-def test_images_are_learned_whatever_the_model(folders, model, augment):
+def test_every_model_can_be_trained_on_images(folders, model, augment):
     import fadamgc
 
     sets.cifar10(folders, train=40)
@@ -403,7 +410,7 @@ def test_data_list_and_path(folders):
     assert fadamgc("data", "path", "cifar").exit_code == 2
 
 
-def test_data_check_counts_what_is_there(folders):
+def test_data_check_prints_counts(folders):
     sets.cifar10(folders)
     sets.har(folders)
     sets.write_rows(folders / "glue" / "sst2" / "train-00000-of-00001.parquet", sentence=["a"], label=[1])
@@ -421,7 +428,7 @@ def test_data_check_counts_what_is_there(folders):
     np.testing.assert_allclose(part.std, pixels.std(axis=(0, 2, 3)))
 
 
-def test_data_check_knows_the_digits_that_data_list_shows(folders):
+def test_data_check_accepts_the_digits(folders):
     shown = fadamgc("data", "check", "digits")
     assert shown.exit_code == 0, shown.output
     assert (
@@ -437,7 +444,7 @@ def test_data_check_knows_the_digits_that_data_list_shows(folders):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["partition", "compare"])
-def test_every_command_that_reads_data_takes_the_data_root(folders, tmp_path, monkeypatch, command):
+def test_every_command_that_reads_data_has_the_option_data_root(folders, tmp_path, monkeypatch, command):
     sets.cifar10(tmp_path / "elsewhere")
     words = {
         "partition": ("--data", "cifar10", "--clients", 5, "--out", tmp_path / "labels.png"),
@@ -459,7 +466,7 @@ def test_every_command_that_reads_data_takes_the_data_root(folders, tmp_path, mo
     assert data_root() == tmp_path / "elsewhere"
 
 
-def test_data_check_names_everything_that_is_wrong(folders):
+def test_data_check_lists_all_problems(folders):
     damaged(folders, labels=[0, 1, 2, 11])
     sets.har(folders)
     rows = {"sentence": pa.array(["a", None]), "label": [0, 1]}
@@ -489,7 +496,8 @@ def test_a_data_set_is_downloaded_into_the_layout_that_is_read(folders, tmp_path
     assert folder == folders / "cifar10"
     assert len(message) == 2
     ours = images.load("cifar10", "train")
-    theirs = images.load("cifar10", "train", root=here)
+    monkeypatch.setenv("FADAMGC_DATA", str(here))
+    theirs = images.load("cifar10", "train")
     assert np.array_equal(ours.x, theirs.x)
     assert np.array_equal(ours.y, theirs.y)
 

@@ -43,7 +43,7 @@ def test_a_client_cannot_give_itself_all_the_weight(tmp_path):
     known = World(tmp_path / "known", max_samples=100)
     with pytest.raises(RefusedError, match="client 1 has 101 samples, more than max_samples=100"):
         known.server.admit(1, 101)
-    free = World(tmp_path / "free", weights="size", max_size_ratio=None)
+    free = World(tmp_path / "free", weights="size", max_size_ratio=0.0)
     for i, size in enumerate((6, 20, 10**9)):
         free.server.admit(i, size)
     assert not free.server.needs_all
@@ -123,7 +123,7 @@ def test_an_operator_can_replace_a_node(tmp_path):
     world.start(reset_states=True)  # a reset of states opens no door
     with pytest.raises(RefusedError, match="unbind-clients = '0'"):
         world.server.check_key(0, "new")
-    world.start(unbind=[0])
+    world.start(unbind_clients="0")
     world.server.check_key(0, "new")
     world.server.members.bind(0, "new")
     world.server.check_key(0, "new")

@@ -72,7 +72,7 @@ def test_a_lone_client_is_compared_with_earlier_rounds(tmp_path):
 
 
 def test_the_bound_can_be_changed_or_turned_off(tmp_path):
-    loose = World(tmp_path / "loose", sampled=3, tracked=3, max_norm_ratio=None)
+    loose = World(tmp_path / "loose", sampled=3, tracked=3, max_norm_ratio=0.0)
     assert poisoned_round(loose, times("dx", 1e6)).dropped == ()
     strict = World(tmp_path / "strict", sampled=3, tracked=3, max_norm_ratio=3.0)
     strict.round()
@@ -159,7 +159,7 @@ def norm_world(tmp_path, rounds=6, **options):
 )
 @pytest.mark.parametrize("rounds", [0, 2])
 def test_buffers_out_of_all_proportion_do_not_count(name, change, said, rounds, tmp_path):
-    world = norm_world(tmp_path, max_norm=1e6)
+    world = norm_world(tmp_path, max_update_norm=1e6)
     for _ in range(rounds):
         assert world.round().dropped == ()
     replies = [world.deliver(message) for message in world.messages()]
@@ -185,7 +185,7 @@ def test_buffers_out_of_all_proportion_do_not_count(name, change, said, rounds, 
 def test_a_round_without_a_finite_test_loss_is_refused(eval_every, tmp_path, caplog):
     algo = fadamgc.FAdamGC(eta_l=0.05)
     world = World(
-        tmp_path, algo, dtype=torch.float32, sampled=3, tracked=3, max_norm_ratio=None, eval_every=eval_every
+        tmp_path, algo, dtype=torch.float32, sampled=3, tracked=3, max_norm_ratio=0.0, eval_every=eval_every
     )
     world.round()
     before, counted = world.server.server, world.server.counted
@@ -229,7 +229,7 @@ def test_a_test_loss_that_never_was_finite_stops_nothing(tmp_path):
 
 
 def test_a_metric_that_cannot_take_a_poisoned_model_ends_no_run(tmp_path):
-    world = World(tmp_path, dtype=torch.float32, sampled=3, tracked=3, max_norm_ratio=None)
+    world = World(tmp_path, dtype=torch.float32, sampled=3, tracked=3, max_norm_ratio=0.0)
 
     def metric(output, target):
         if not torch.isfinite(output).all():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import pytest
@@ -17,7 +18,7 @@ flwr = pytest.importorskip("flwr", reason="Flower is not installed")
 
 
 from fadamgc.flower.config import read_config  # noqa: E402
-from fadamgc.flower.serverapp import make_coordinator  # noqa: E402
+from fadamgc.flower.coordinator import Coordinator  # noqa: E402
 from fadamgc.flower.wire import TrainRequest, read_request, request_content  # noqa: E402
 from world import SIZES, World  # noqa: E402
 
@@ -74,11 +75,11 @@ def test_the_config_sets_bounds_and_the_round_to_restore(tmp_path):
 
     def started(**more):
         more = {key.replace("_", "-"): value for key, value in more.items()}
-        return make_coordinator(task, read_config(config | more), tmp_path)
+        return Coordinator(task, read_config(config | more), tmp_path)
 
     server = started()
     limits = server.checks.max_norm_ratio, server.members.max_samples, server.members.max_size_ratio
-    assert limits == (100, None, 100)
+    assert limits == (100, math.inf, 100)
     for _ in range(3):
         server.ask([])
         server.close()
@@ -86,7 +87,7 @@ def test_the_config_sets_bounds_and_the_round_to_restore(tmp_path):
     assert started().t == 2
     free = started(max_norm_ratio=0.0, max_size_ratio=0.0, max_samples=50, unbind_clients="all")
     limits = free.checks.max_norm_ratio, free.members.max_samples, free.members.max_size_ratio
-    assert limits == (None, 50, None)
+    assert limits == (math.inf, 50, math.inf)
 
 
 def test_a_federation_with_a_damaged_checkpoint_can_be_restored(tmp_path):

@@ -19,7 +19,6 @@ from fadamgc.federation.settings import Settings  # noqa: E402
 from fadamgc.flower.protocol import NEVER, RefusedError, Reply, Request, Stamp  # noqa: E402
 from fadamgc.flower.wire import (  # noqa: E402
     ARRAY_ENCODING,
-    Hello,
     TrainRequest,
     from_array_record,
     hello_content,
@@ -164,4 +163,4 @@ def test_messages_that_are_not_replies_are_refused():
     with pytest.raises(RefusedError, match="the client refuses: no data"):
         read_reply(refusal_content("data", "no data"))
     with pytest.raises(RefusedError, match="has 0 samples"):
-        read_hello(hello_content(Hello(1, 0)), 3)
+        read_hello(hello_content(1, 0), 3)

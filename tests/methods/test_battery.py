@@ -21,7 +21,7 @@ from fadamgc.federation.functions import TaskFunctions
 from fadamgc.federation.sampling import batches, draw
 from fadamgc.fields import options
 from fadamgc.methods import _REGISTRY, algorithm_class
-from fadamgc.sim.executors import ThreadsExecutor, VectorizedExecutor
+from fadamgc.sim.executors import VectorizedExecutor
 from fadamgc.tree import leaves, named_leaves
 from problems import EVEN, class_task, settings_for
 from skeleton import MyMethod
@@ -112,7 +112,8 @@ def assert_equal_to_rounding(run, reference):
 
 
 # The steps that are compiled are those that the executor records and runs without a compiler, too. They are
-# compared with the loop above, for every algorithm and option. Here the compiler is, on two of them.
+# compared with the loop above, for every algorithm and option. Here is the compiler, on two of them; the
+# rules that threads compile are in tests/sim/executors.
 
 
 @needs_compiler
@@ -126,18 +127,6 @@ def test_compiled_steps_agree_with_the_loop(algo):
     run = fadamgc.simulate(algo, task, executor=partial(VectorizedExecutor, compile=True), **options)
     assert run.settings["compiled"]
     assert_equal_to_rounding(run, reference)
-
-
-@needs_compiler
-@pytest.mark.parametrize("name", ["fadamgc", "scaffold_m"])
-def test_compiled_rules_agree_with_the_loop(name):
-    algo, task = fadamgc.make_algorithm(name), class_task()
-    options = {"rounds": 3, "local_steps": 4, "batch_size": 8, "seed": 3, "dtype": torch.float64}
-    options |= settings_for(algo, task.n)
-    reference = fadamgc.simulate(algo, task, executor="loop", **options)
-    threads = fadamgc.simulate(algo, task, executor=partial(ThreadsExecutor, compile=True), **options)
-    assert threads.settings["compiled"]
-    assert_equal_to_rounding(threads, reference)
 
 
 def with_client_optimizer(algo, task, rounds, who, K, B, seed):

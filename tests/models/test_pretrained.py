@@ -34,15 +34,15 @@ TEXTS = "text,label\ngood film,0\nbad film,1\na lovely plot,0\nawful,1\n"
 
 
 @pytest.fixture
-def own(tmp_path):
-    path = tmp_path / "own.csv"
+def reviews(tmp_path):
+    path = tmp_path / "reviews.csv"
     path.write_text(TEXTS)
     return path
 
 
 @pytest.fixture
 def copied(bases, tmp_path):
-    """A copy of a base model whose files can be spoilt."""
+    """Copy a base model, so that a test can damage its files."""
     return lambda kind: shutil.copytree(bases[kind], tmp_path / f"copied-{kind}")
 
 
@@ -69,70 +69,70 @@ def change_weights(folder, change):
 # Base models.
 
 
-def test_weights_that_do_not_fit_are_refused(copied, own):
+def test_weights_that_do_not_fit_are_refused(copied, reviews):
     folder = copied("bert")
     change_weights(folder, lambda weights: {f"foo.{name}": value for name, value in weights.items()})
-    refused("are config.json and the weights of the same model?", folder, own)
+    refused("are config.json and the weights of the same model?", folder, reviews)
 
 
-def test_a_config_of_another_width_is_refused(copied, own):
+def test_a_config_of_another_width_is_refused(copied, reviews):
     folder = copied("bert")
     change_config(folder, hidden_size=32)
-    refused("there are no weights that fit for 5", folder, own)
+    refused("there are no weights that fit for 5", folder, reviews)
 
 
-@pytest.mark.parametrize("spoilt", ["model.safetensors", "tokenizer.json", "config.json"])
-def test_damaged_files_are_refused(copied, own, spoilt):
+@pytest.mark.parametrize("damaged", ["model.safetensors", "tokenizer.json", "config.json"])
+def test_damaged_files_are_refused(copied, reviews, damaged):
     folder = copied("bert")
-    (folder / spoilt).write_bytes((folder / spoilt).read_bytes()[:50])
-    refused(f"base={str(folder)!r} cannot be used as a text classifier", folder, own)
+    (folder / damaged).write_bytes((folder / damaged).read_bytes()[:50])
+    refused(f"base={str(folder)!r} cannot be used as a text classifier", folder, reviews)
 
 
 @pytest.mark.parametrize("kind", tiny.KINDS)
-def test_a_folder_without_tokenizer_is_refused(copied, own, kind):
+def test_a_folder_without_tokenizer_is_refused(copied, reviews, kind):
     folder = copied(kind)
     for path in folder.iterdir():
         if path.name not in ("config.json", "model.safetensors"):
             path.unlink()
-    refused("has no tokenizer's files", folder, own)
+    refused("has no tokenizer's files", folder, reviews)
 
 
-def test_a_tokenizer_of_another_model_is_refused(bases, own):
+def test_a_tokenizer_of_another_model_is_refused(bases, reviews):
     gpt2 = load_base(bases["gpt2"], 2, seed=0).tokenizer
-    refused("the tokenizer has 50257 tokens and base=", bases["bert"], own, tokenizer=gpt2)
+    refused("the tokenizer has 50257 tokens and base=", bases["bert"], reviews, tokenizer=gpt2)
     refused(
         "tokenizer='bert' is not accepted; it must be one of transformers",
         bases["bert"],
-        own,
+        reviews,
         tokenizer="bert",
     )
 
 
-def test_a_tokenizer_is_left_as_it_was(bases, own):
+def test_the_given_tokenizer_does_not_change(bases, reviews):
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(bases["gpt2"])
     assert tokenizer.pad_token is None
-    task(bases["gpt2"], own, tokenizer=tokenizer)
+    task(bases["gpt2"], reviews, tokenizer=tokenizer)
     assert tokenizer.pad_token is None
 
 
-def test_a_folder_that_does_not_exist_is_not_a_name_on_the_hub(own, tmp_path):
-    refused("there is no such folder", tmp_path / "nothing", own)
-    refused("there is no such folder", "./nothing", own)
+def test_a_folder_that_does_not_exist_is_not_a_name_on_the_hub(reviews, tmp_path):
+    refused("there is no such folder", tmp_path / "nothing", reviews)
+    refused("there is no such folder", "./nothing", reviews)
 
 
-def test_a_pooling_layer_that_is_not_there_is_trained_and_saved(copied, own, tmp_path):
+def test_a_missing_pooling_layer_is_trained_and_saved(copied, reviews, tmp_path):
     folder = copied("bert")
     change_weights(folder, lambda w: {name: value for name, value in w.items() if "pooler" not in name})
-    made = task(folder, own)
+    text_task = task(folder, reviews)
     run = fadamgc.simulate(
-        fadamgc.FAdamGC(eta_l=0.1), made, rounds=2, local_steps=2, batch_size=2, progress=False
+        fadamgc.FAdamGC(eta_l=0.1), text_task, rounds=2, local_steps=2, batch_size=2, progress=False
     )
     run.model.save_adapter(tmp_path / "adapter")
     trained = {name for name, p in run.model.named_parameters() if p.requires_grad}
     assert any("pooler" in name for name in trained)
-    tokens = made.clients[0][0]
+    tokens = text_task.clients[0][0]
     with torch.no_grad():
         expected = run.model.eval()(tokens)
         for _ in range(2):
@@ -167,11 +167,11 @@ def test_dropout_reaches_every_part(bases, tmp_path, kind, model, config):
 
 
 @pytest.mark.parametrize("dropout", [2.0, -0.1, "0.1", True])
-def test_a_dropout_outside_0_to_1_is_refused(bases, own, dropout):
+def test_a_dropout_outside_0_to_1_is_refused(bases, reviews, dropout):
     refused(
         f"dropout={dropout!r} is not accepted; it must be a number >= 0 and < 1",
         bases["bert"],
-        own,
+        reviews,
         dropout=dropout,
     )
 
@@ -208,24 +208,24 @@ def xlnet():
         (xlnet, ["layer_1"], {"sequence_summary", "logits_proj"}),
     ],
 )
-def test_a_head_is_trained_and_saved_whatever_its_name(bases, own, tmp_path, make, targets, parts):
+def test_a_head_is_trained_and_saved_whatever_its_name(bases, reviews, tmp_path, make, targets, parts):
     from transformers import AutoModelForSequenceClassification
 
     folder = shutil.copytree(bases["bert"], tmp_path / "base")
     torch.manual_seed(0)
     make().save_pretrained(folder)
-    made = task(folder, own, adapters=peft.LoraConfig(r=2, target_modules=targets), seed=3)
-    inside = dict(made.model.classifier.named_parameters())
+    text_task = task(folder, reviews, adapters=peft.LoraConfig(r=2, target_modules=targets), seed=3)
+    inside = dict(text_task.model.classifier.named_parameters())
     trained = {name.split(".")[0] for name, value in inside.items() if value.requires_grad}
     assert parts <= trained
     options = {"rounds": 2, "local_epochs": 1, "batch_size": 2, "progress": False}
-    run = fadamgc.simulate(fadamgc.FAdamGC(eta_l=0.01), made, **options)
+    run = fadamgc.simulate(fadamgc.FAdamGC(eta_l=0.01), text_task, **options)
     run.model.save_adapter(tmp_path / "adapter")
     torch.manual_seed(7)  # of a head that nobody has trained
     base = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=2)
     base.config.pad_token_id = 0
     alone = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapter")).eval()
-    tokens = made.clients[0][0]
+    tokens = text_task.clients[0][0]
     with torch.no_grad():
         expected = run.model.eval()(tokens)
         torch.testing.assert_close(TextClassifier(alone, 0)(tokens), expected)
@@ -236,14 +236,14 @@ def test_a_head_is_trained_and_saved_whatever_its_name(bases, own, tmp_path, mak
 # Adapters.
 
 
-def test_the_head_is_trained_and_saved_whatever_the_adapters_say_of_it(bases, own, tmp_path):
-    made = task(bases["bert"], own, adapters=peft.LoraConfig(r=4, target_modules=["query"]))
+def test_the_head_is_trained_and_saved_without_task_type(bases, reviews, tmp_path):
+    text_task = task(bases["bert"], reviews, adapters=peft.LoraConfig(r=4, target_modules=["query"]))
     run = fadamgc.simulate(
-        fadamgc.FAdamGC(eta_l=0.1), made, rounds=2, local_steps=2, batch_size=2, progress=False
+        fadamgc.FAdamGC(eta_l=0.1), text_task, rounds=2, local_steps=2, batch_size=2, progress=False
     )
     run.model.save_adapter(tmp_path / "adapter")
     base = load_adapter(bases["bert"], 2, tmp_path / "adapter")
-    tokens = made.clients[0][0]
+    tokens = text_task.clients[0][0]
     with torch.no_grad():
         torch.testing.assert_close(TextClassifier(base.net, 0).eval()(tokens), run.model.eval()(tokens))
 
@@ -261,22 +261,22 @@ def test_the_head_is_trained_and_saved_whatever_the_adapters_say_of_it(bases, ow
         ({"target_modules": ["query"], "inference_mode": True}, "inference_mode=True is not accepted"),
     ],
 )
-def test_bad_adapters_are_refused(bases, own, adapters, message):
-    refused(message, bases["bert"], own, adapters=peft.LoraConfig(**adapters))
+def test_bad_adapters_are_refused(bases, reviews, adapters, message):
+    refused(message, bases["bert"], reviews, adapters=peft.LoraConfig(**adapters))
 
 
-def test_adapters_are_a_lora_config(bases, own):
-    refused("it must be a peft.LoraConfig", bases["bert"], own, adapters={"r": 4})
+def test_adapters_are_a_lora_config(bases, reviews):
+    refused("it must be a peft.LoraConfig", bases["bert"], reviews, adapters={"r": 4})
     prefix = peft.PrefixTuningConfig(task_type="SEQ_CLS", num_virtual_tokens=2)
-    refused("it must be a peft.LoraConfig", bases["bert"], own, adapters=prefix)
+    refused("it must be a peft.LoraConfig", bases["bert"], reviews, adapters=prefix)
 
 
-def test_patterns_do_not_know_layers(bases, own):
+def test_upper_layers_cannot_be_combined_with_a_pattern(bases, reviews):
     adapters = lora(4, "all-linear")
     refused(
         "cannot be combined with target_modules='all-linear'",
         bases["bert"],
-        own,
+        reviews,
         adapters=adapters,
         upper_layers=1,
     )
@@ -307,11 +307,11 @@ def test_roberta_takes_fewer_tokens_than_it_has_positions(bases, tmp_path):
     path = tmp_path / "long.csv"
     path.write_text(TEXTS + f"{'film ' * 100},1\n")
     refused("takes at most 19 tokens", tmp_path / "roberta", path, tokenizer=tokenizer, length=20)
-    made = task(tmp_path / "roberta", path, tokenizer=tokenizer, length=19)
-    fadamgc.simulate(fadamgc.FAdamGC(), made, rounds=1, local_epochs=1, batch_size=5, progress=False)
+    text_task = task(tmp_path / "roberta", path, tokenizer=tokenizer, length=19)
+    fadamgc.simulate(fadamgc.FAdamGC(), text_task, rounds=1, local_epochs=1, batch_size=5, progress=False)
 
 
-def test_every_text_of_a_pair_has_room(bases, tmp_path):
+def test_length_must_allow_one_token_per_text(bases, tmp_path):
     path = tiny.csv(tmp_path / "pairs.csv")
     columns = ("text", "other")
     refused(
@@ -325,15 +325,15 @@ def test_every_text_of_a_pair_has_room(bases, tmp_path):
     assert task(bases["bert"], path, columns=columns, length=5).clients[0][0].shape[2] == 5
 
 
-def test_the_texts_of_a_pair_are_apart_for_a_decoder(bases):
+def test_a_line_break_separates_the_texts_of_a_pair_for_a_decoder(bases):
     tokenizer = load_base(bases["gpt2"], 2, seed=0).tokenizer
     assert tokenizer.decode(encode(tokenizer, ["good film"], ["bad film"], 16)[0, 0]) == "good film\nbad film"
 
 
-def test_lower_layers_that_do_not_fit_into_memory_are_refused(bases, own, monkeypatch):
+def test_lower_layers_that_do_not_fit_into_memory_are_refused(bases, reviews, monkeypatch):
     monkeypatch.setattr("fadamgc.models.text.memory", lambda: 1000)
     refused(
-        "upper_layers=1: the outputs of the layers below, for 4 texts", bases["bert"], own, upper_layers=1
+        "upper_layers=1: the outputs of the layers below, for 4 texts", bases["bert"], reviews, upper_layers=1
     )
     assert runtime.memory() > 1000
 
@@ -353,7 +353,7 @@ def test_lower_layers_that_do_not_fit_into_memory_are_refused(bases, own, monkey
         (b"text,label\ngood,0\nna\xefve,1\n", {}, "invalid UTF8 data; save it as UTF-8"),
         (b"t\xe9xt,label\ngood,0\n", {}, "save it as UTF-8"),
         (b"text,text,label\ngood,bad,0\n", {}, "there is more than one column 'text'"),
-        (b"text,label\n", {}, "own.csv: there are no rows of texts"),
+        (b"text,label\n", {}, "reviews.csv: there are no rows in it"),
         (TEXTS.encode(), {"columns": "review"}, "there is no column 'review'; it has text, label"),
         (TEXTS.encode(), {"columns": ("text",) * 3}, "it must be one column of texts, or two"),
         (TEXTS.encode(), {"test": "nothing.csv"}, "test='nothing.csv' does not exist"),
@@ -374,35 +374,35 @@ def test_lower_layers_that_do_not_fit_into_memory_are_refused(bases, own, monkey
     ],
 )
 def test_bad_files_are_refused(bases, tmp_path, content, options, message):
-    path = tmp_path / "own.csv"
+    path = tmp_path / "reviews.csv"
     path.write_bytes(content)
     refused(message, bases["bert"], path, **options)
 
 
 def test_numbers_are_not_texts(bases, tmp_path):
-    sets.write_rows(tmp_path / "own.parquet", text=[3, 4], label=[0, 1])
-    refused("row 0 has text=3, which is not a text", bases["bert"], tmp_path / "own.parquet")
+    sets.write_rows(tmp_path / "reviews.parquet", text=[3, 4], label=[0, 1])
+    refused("row 0 has text=3, which is not a text", bases["bert"], tmp_path / "reviews.parquet")
 
 
 def test_bytes_that_are_not_text_are_refused(bases, tmp_path):
     import pyarrow as pa
     from pyarrow import parquet
 
-    spoilt = pa.Array.from_buffers(pa.string(), 2, pa.array([b"good", b"b\xff"], pa.binary()).buffers())
-    parquet.write_table(pa.table({"text": spoilt, "label": [0, 1]}), tmp_path / "own.parquet")
-    refused("a text in 'text', from row 0 on, is not UTF-8", bases["bert"], tmp_path / "own.parquet")
+    damaged = pa.Array.from_buffers(pa.string(), 2, pa.array([b"good", b"b\xff"], pa.binary()).buffers())
+    parquet.write_table(pa.table({"text": damaged, "label": [0, 1]}), tmp_path / "reviews.parquet")
+    refused("a text in 'text', from row 0 on, is not UTF-8", bases["bert"], tmp_path / "reviews.parquet")
 
 
 def test_texts_may_look_like_anything(bases, tmp_path):
-    path = tmp_path / "OWN.CSV"
+    path = tmp_path / "REVIEWS.CSV"
     path.write_text("text,label\n3,0\n2020-01-01,1\ntrue,0\nNA,2\n" + f'"{"long " * 500_000}",1\n')
     found = texts.read(path, ("text",), "label")
     assert found.first[:4] == ["3", "2020-01-01", "true", "NA"]
     assert found.y.tolist() == [0, 1, 0, 2, 1]
 
 
-def test_classes_that_are_not_in_the_train_data(bases, own):
-    model = task(bases["bert"], own, classes=5).model
+def test_classes_that_are_not_in_the_train_data(bases, reviews):
+    model = task(bases["bert"], reviews, classes=5).model
     assert model.classifier.classifier.modules_to_save["default"].out_features == 5
 
 
@@ -419,11 +419,11 @@ def test_known_data_sets_have_their_own_settings(bases, field, value):
 
 
 @pytest.mark.parametrize("field", ["base", "data"])
-def test_a_path_is_a_path(bases, own, field):
-    refused(f"{field}=3 is not accepted", *(3, own) if field == "base" else (bases["bert"], 3))
+def test_paths_must_be_strings_or_paths(bases, reviews, field):
+    refused(f"{field}=3 is not accepted", *(3, reviews) if field == "base" else (bases["bert"], 3))
 
 
-# What a run leaves.
+# Saved runs.
 
 SPEC = """
 name = "texts"
@@ -450,8 +450,8 @@ eta_l = 0.05
 
 
 @pytest.fixture
-def left(bases, tmp_path, monkeypatch):
-    """A run on texts, on a base model of its own."""
+def saved_run(bases, tmp_path, monkeypatch):
+    """The folder of a run on texts; its base model can be changed."""
     monkeypatch.setenv("FADAMGC_DATA", str(tmp_path / "data"))
     sets.texts(tmp_path / "data", "glue/sst2")
     base = shutil.copytree(bases["bert"], tmp_path / "base")
@@ -461,13 +461,13 @@ def left(bases, tmp_path, monkeypatch):
     return folder
 
 
-def test_a_run_with_custom_targets_predicts(left):
-    assert sum(predict(left, "a lovely film").values()) == pytest.approx(1)
-    assert sum(predict(left, "a lovely film " * 100).values()) == pytest.approx(1)
+def test_a_run_with_custom_targets_predicts(saved_run):
+    assert sum(predict(saved_run, "a lovely film").values()) == pytest.approx(1)
+    assert sum(predict(saved_run, "a lovely film " * 100).values()) == pytest.approx(1)
 
 
-def test_an_adapter_is_saved_next_to_other_files(bases, own, tmp_path, monkeypatch):
-    model = task(bases["bert"], own).model
+def test_an_adapter_is_saved_next_to_other_files(bases, reviews, tmp_path, monkeypatch):
+    model = task(bases["bert"], reviews).model
     place = tmp_path / "place"
     place.mkdir()
     (place / "thesis.txt").write_text("years of work")
@@ -483,45 +483,45 @@ def test_an_adapter_is_saved_next_to_other_files(bases, own, tmp_path, monkeypat
     load_adapter(bases["bert"], 2, tmp_path / "deep" / "adapter")
 
 
-def test_the_base_model_of_a_run_may_move(left, tmp_path):
-    before = predict(left, "a film")
+def test_the_base_model_of_a_run_may_move(saved_run, tmp_path):
+    before = predict(saved_run, "a film")
     (tmp_path / "base").rename(tmp_path / "moved")
     with pytest.raises(InputError, match="give its path with --base"):
-        predict(left, "a film")
-    assert predict(left, "a film", base=tmp_path / "moved") == before
-    shown = CliRunner().invoke(app, ["predict", str(left), "a film", "--base", str(tmp_path / "moved")])
+        predict(saved_run, "a film")
+    assert predict(saved_run, "a film", base=tmp_path / "moved") == before
+    shown = CliRunner().invoke(app, ["predict", str(saved_run), "a film", "--base", str(tmp_path / "moved")])
     assert shown.exit_code == 0, shown.output
 
 
-def test_a_text_that_is_not_unicode_is_refused(left):
+def test_a_text_that_is_not_unicode_is_refused(saved_run):
     with pytest.raises(InputError, match="is not UTF-8"):
-        predict(left, "a \udcff film")
+        predict(saved_run, "a \udcff film")
 
 
-def test_a_run_that_was_spoilt_says_so(left, tmp_path):
-    weights = left / "adapter" / "adapter_model.safetensors"
-    kept = weights.read_bytes()
+def test_a_damaged_run_is_refused(saved_run, tmp_path):
+    weights = saved_run / "adapter" / "adapter_model.safetensors"
+    original = weights.read_bytes()
     base = tmp_path / "base"
 
-    def says(what):
-        shown = CliRunner().invoke(app, ["predict", str(left), "a film"])
+    def refuses(message):
+        shown = CliRunner().invoke(app, ["predict", str(saved_run), "a film"])
         assert shown.exit_code == 2, shown.output
-        assert what in " ".join(shown.output.split()), shown.output
+        assert message in " ".join(shown.output.split()), shown.output
 
-    weights.write_bytes(kept[:100])
-    says("or is damaged")
+    weights.write_bytes(original[:100])
+    refuses("or is damaged")
     weights.unlink()
-    says("has no adapter_model.safetensors")
-    weights.write_bytes(kept)
+    refuses("has no adapter_model.safetensors")
+    weights.write_bytes(original)
     shutil.rmtree(base)
-    says("there is no such folder")
+    refuses("there is no such folder")
     base.mkdir()
-    says("cannot be used as a text classifier")
+    refuses("cannot be used as a text classifier")
     shutil.rmtree(base)
     wide = tiny.bert(base)
-    assert predict(left, "a film")
+    assert predict(saved_run, "a film")
     config = json.loads((base / "config.json").read_text())
     from transformers import BertConfig, BertModel
 
     BertModel(BertConfig(**config | {"hidden_size": 32})).save_pretrained(wide)
-    says("does not fit base=")
+    refuses("does not fit base=")

@@ -30,7 +30,7 @@ from tiny_experiments import TINY, spec_of
         ('data = "digits"\nhidden = [9007199254740992]', "hidden=.9007199254740992. is too large"),
     ],
 )
-def test_a_task_that_fits_in_no_memory_is_refused(task, message):
+def test_a_task_that_needs_too_much_memory_is_refused(task, message):
     spec = spec_of(f'[task]\n{task}\n[run]\nrounds = 1\nlocal_steps = 1\n[[method]]\nalgorithm = "fedavg"')
     with pytest.raises(InputError, match=message):
         build_task(spec.task, seed=0)
@@ -52,7 +52,7 @@ def test_bad_sizes_of_a_model_are_refused(settings):
         mlp(**{"inputs": 4, "hidden": [3], "outputs": 2, "seed": 0} | settings)
 
 
-def test_each_seed_is_another_trial():
+def test_partition_and_weights_depend_on_the_seed():
     spec = spec_of(TINY).task
     one, same, other = build_task(spec, 0), build_task(spec, 0), build_task(spec, 1)
     assert torch.equal(one.pairs[0][0], same.pairs[0][0])
@@ -64,7 +64,7 @@ def test_each_seed_is_another_trial():
 @pytest.mark.parametrize(
     "more", ['partition = "iid"', 'partition = "shards"\nshards_per_client = 3', "alpha = 100"]
 )
-def test_every_partition_can_be_asked_for(more):
+def test_a_spec_can_use_every_partition(more):
     text = TINY.replace("alpha = 1.0", more).replace("min_size = 4", "")
     labels = label_counts(spec_of(text).task, 0)
     assert labels.counts.shape == (6, 10)

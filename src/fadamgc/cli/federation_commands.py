@@ -32,6 +32,13 @@ Secure = Annotated[
         "as a running app (Flower puts the app's token on its command line).",
     ),
 ]
+AppFolder = Annotated[
+    Path,
+    typer.Argument(metavar="APP", help="A Flower app, such as examples/flower-digits.", show_default=False),
+]
+Config = Annotated[
+    str, typer.Option(help="Values for the app's config, such as \"algorithm='scaffold' rounds=3\".")
+]
 DEFAULT_FOLDER = Path("out/federation")
 
 
@@ -83,18 +90,11 @@ def down(folder: Folder = DEFAULT_FOLDER) -> None:
 
 @app.command()
 def run(
-    app_folder: Annotated[
-        Path,
-        typer.Argument(
-            metavar="APP", help="A Flower app, such as examples/flower-digits.", show_default=False
-        ),
-    ],
+    app_folder: AppFolder,
     nodes: Nodes = 3,
     secure: Secure = False,
     folder: Folder = DEFAULT_FOLDER,
-    config: Annotated[
-        str, typer.Option(help="Values for the app's config, such as \"algorithm='scaffold' rounds=3\".")
-    ] = "",
+    config: Config = "",
 ) -> None:
     """Run a Flower app on a federation on this machine.
 
@@ -113,11 +113,9 @@ def run(
             say(f"warning: {warning}")
         federation.run(app_folder, config)
     except KeyboardInterrupt:
-        if not temporary:
-            raise FadamgcError(
-                "the run continues in the background; `flwr ls` lists it and `flwr stop` ends it"
-            ) from None
-        raise FadamgcError("stopped; the same command resumes after the last complete round") from None
+        background = "the run continues in the background; `flwr ls` lists it and `flwr stop` ends it"
+        stopped = "stopped; the same command resumes after the last complete round"
+        raise FadamgcError(stopped if temporary else background) from None
     finally:
         if temporary:
             federation.down()
@@ -144,7 +142,7 @@ def superlink(context: typer.Context, token: Token = Path("operator.token")) -> 
 
 @app.command(context_settings=FORWARD_OPTIONS)
 def supernode(context: typer.Context) -> None:
-    """Run Flower's SuperNode with a secret that prevents other processes from fetching its tasks.
+    """Run Flower's SuperNode, whose tasks no other process can fetch.
 
     All options are those of `flower-supernode`, such as `--superlink`.
     """
@@ -185,11 +183,6 @@ def _replace_process(command: list[str]) -> None:
 
 
 def _exit_on_signals() -> None:
-    """Exit like a program without signal handlers, but stop the federation first."""
-
-    def end(number: int, _: object) -> None:
-        sys.exit(128 + number)
-
-    for name in ("SIGTERM", "SIGHUP"):
-        if hasattr(signal, name):  # Windows has no SIGHUP
-            signal.signal(getattr(signal, name), end)
+    """Exit with the status of a program that the signal ends, but stop the federation first."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda received, _: sys.exit(128 + received))

@@ -6,7 +6,6 @@ acceleration, in three directions each. Thirty people were recorded; each is a c
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +19,7 @@ SHAPES = {"x": (9, 128), "y": (), "subject": (), "is_test": ()}  # for one windo
 
 
 class Har(NamedTuple):
-    """Windows of signals, and what is known about each."""
+    """Windows of signals, with the activity, the person and the part of each."""
 
     x: Tensor  # (n, 9, 128)
     y: Tensor  # (n,): the activity, 0 to 5
@@ -28,9 +27,9 @@ class Har(NamedTuple):
     is_test: Tensor  # (n,): whether the window is in the official test part
 
 
-def load(root: Path | None = None) -> Har:
+def load() -> Har:
     """Read all windows of all people."""
-    _, (path,) = files_of_kind("uci_har", "signals", "train", root)
+    _, (path,) = files_of_kind("uci_har", "signals", "train")
     try:
         with open(path, "rb") as stream, np.load(stream, allow_pickle=False) as file:
             arrays = {name: file[name] for name in SHAPES if name in file.files}

@@ -30,22 +30,14 @@ class Images(NamedTuple):
 
 
 def load(
-    name: str,
-    split: str,
-    root: Path | None = None,
-    progress: Callable[[int], object] = lambda _: None,
-    shrink: int = 1,
+    name: str, split: str, shrink: int = 1, progress: Callable[[int], object] = lambda _: None
 ) -> Images:
     """Read the "train" or "test" part of a data set of images.
 
-    Args:
-        name: name of the data set.
-        split: "train" or "test".
-        root: the data root; None is ``data_root()``.
-        progress: called with the number of images decoded so far, unless all are in the cache.
-        shrink: each square of ``shrink`` x ``shrink`` pixels becomes one pixel, their mean.
+    Each square of ``shrink`` x ``shrink`` pixels becomes one pixel, their mean. ``progress`` is called with
+    the number of images decoded so far, unless all are in the cache.
     """
-    source, files = files_of_kind(name, "images", split, root)
+    source, files = files_of_kind(name, "images", split)
     key = f"images/{name}-{split}-{_digest(source, files)}"
     decode = functools.cache(lambda: _decode(source, files, progress))
 
@@ -54,8 +46,7 @@ def load(
             return cached(f"{key}.x", lambda: decode().x, mapped=True)
         return cached(f"{key}-{shrink}.x", lambda: _shrunk(pixels(1), shrink), mapped=True)
 
-    x, y = pixels(shrink), cached(f"{key}.y", lambda: decode().y)
-    return Images(x, y) if len(x) == len(y) else Images(_shrunk(decode().x, shrink), decode().y)
+    return Images(pixels(shrink), cached(f"{key}.y", lambda: decode().y))
 
 
 def _shrunk(x: npt.NDArray[np.uint8], shrink: int) -> npt.NDArray[np.uint8]:
@@ -110,6 +101,4 @@ def _decode(source: Source, files: list[Path], progress: Callable[[int], object]
             y.append(rows.labels(source.label, source.classes))
             count += len(values)
             progress(count)
-    if not x:
-        raise InputError(f"{files[0]}: there are no rows in it; download it again")
     return Images(np.concatenate(x), np.concatenate(y))

@@ -79,11 +79,7 @@ def dirichlet(
     labels = _labels(labels)
     counts(clients=clients, min_size=min_size, retries=retries)
     alpha = finite("alpha", alpha, 0, exclusive=True)
-    if len(labels) < clients * min_size:
-        raise InputError(
-            f"labels has {len(labels)} samples; "
-            f"clients={clients} with min_size={min_size} need at least {clients * min_size}"
-        )
+    _check_enough(len(labels), f"clients={clients} with min_size={min_size}", clients * min_size)
     rng = generator(seed, STREAM)
     _, column, class_sizes = np.unique(labels, return_inverse=True, return_counts=True)
 
@@ -137,11 +133,7 @@ def shards(
     labels = _labels(labels)
     counts(clients=clients, shards_per_client=shards_per_client)
     total = clients * shards_per_client
-    if total > len(labels):
-        raise InputError(
-            f"labels has {len(labels)} samples; "
-            f"clients={clients} with shards_per_client={shards_per_client} need at least {total}"
-        )
+    _check_enough(len(labels), f"clients={clients} with shards_per_client={shards_per_client}", total)
     client_of_shard = generator(seed, STREAM).permutation(np.arange(total) % clients)
     shard_of_rank = np.arange(len(labels)) * total // len(labels)
     owner = np.empty(len(labels), dtype=np.int64)
@@ -170,6 +162,11 @@ def natural(groups: npt.ArrayLike | torch.Tensor) -> Partition:
 def generator(seed: int, stream: int) -> np.random.Generator:
     """Return a generator of random numbers that depend on the seed and the stream only."""
     return np.random.default_rng(np.random.SeedSequence([whole("seed", seed, 0), stream]))
+
+
+def _check_enough(samples: int, settings: str, needed: int) -> None:
+    if samples < needed:
+        raise InputError(f"labels has {samples} samples; {settings} need at least {needed}")
 
 
 def _partition(owner: IntArray, clients: int, note: str) -> Partition:

@@ -104,17 +104,17 @@ def _root() -> tuple[Path, str]:
     return cache_folder() / "data", "the default"
 
 
-def files_of_kind(name: str, kind: Kind, split: str, root: Path | None) -> tuple[Source, list[Path]]:
+def files_of_kind(name: str, kind: Kind, split: str) -> tuple[Source, list[Path]]:
     """Return the data set of a name, which must be of a kind, and the files of its "train" or "test" part."""
     data = source(name)
     if data.kind != kind:
         raise InputError(f"data={name!r} has {data.kind}, not {kind}")
-    return data, files_of(data, data.splits[0 if split == "train" else 1], root)
+    return data, files_of(data, data.splits[0 if split == "train" else 1])
 
 
-def files_of(source: Source, split: str, root: Path | None = None) -> list[Path]:
+def files_of(source: Source, split: str) -> list[Path]:
     """Return the files of a split; if there are none, the error says how to get them."""
-    folder = (root or data_root()) / source.name
+    folder = data_root() / source.name
     if source.kind == "signals":
         files = [path for path in [folder / "har.npz"] if path.is_file()]
     else:
@@ -124,7 +124,13 @@ def files_of(source: Source, split: str, root: Path | None = None) -> list[Path]
         files = next(filter(None, found), [])
     if not files:
         raise InputError(_how_to_get(source, split, folder))
-    _check_complete(files, split)
+    present = {file.name for file in files}
+    count = files[0].stem.rpartition("-of-")[2]
+    if count.isdigit():
+        expected = (f"{split}-{i:05d}-of-{count}.parquet" for i in range(int(count)))
+        missing = list(islice((name for name in expected if name not in present), 10))
+        if missing:
+            raise InputError(f"{files[0].parent}: {', '.join(missing)} is missing; download the files again")
     return files
 
 
@@ -143,20 +149,9 @@ def _how_to_get(source: Source, split: str, folder: Path) -> str:
     )
 
 
-def _check_complete(files: list[Path], split: str) -> None:
-    """Refuse a split of which some files are missing."""
-    present = {file.name for file in files}
-    count = files[0].stem.rpartition("-of-")[2]
-    if count.isdigit():
-        expected = (f"{split}-{i:05d}-of-{count}.parquet" for i in range(int(count)))
-        missing = list(islice((name for name in expected if name not in present), 10))
-        if missing:
-            raise InputError(f"{files[0].parent}: {', '.join(missing)} is missing; download the files again")
-
-
-def get(source: Source, say: Callable[[str], object] = print, root: Path | None = None) -> Path:
+def get(source: Source, say: Callable[[str], object] = print) -> Path:
     """Download a data set from the hub into the data root, in the layout that ``files_of`` expects."""
-    folder = (root or data_root()) / source.name
+    folder = data_root() / source.name
     if source.hub is None:
         raise InputError(
             f"data={source.name!r} is not on the hub; download {source.where()} "

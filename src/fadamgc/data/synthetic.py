@@ -29,17 +29,11 @@ class Synthetic(NamedTuple):
 def quadratics(
     clients: int = 10, dim: int = 20, seed: int = 0, condition: float = 10.0, spread: float = 1.0
 ) -> Synthetic:
-    """Return f_i(w) = 0.5 (w - c_i)^T diag(a_i) (w - c_i); a_i and c_i differ between clients.
+    """Return f_i(w) = 0.5 (w - c_i)^T diag(a_i) (w - c_i), with w in R^dim.
 
-    As least squares: X_i = diag(sqrt(d a_i)) and Y_i = X_i c_i, so a client has d samples, and f_i is the
-    mean over all of them.
-
-    Args:
-        clients: number of clients.
-        dim: number of parameters d.
-        seed: the same seed gives the same problem.
-        condition: the curvatures a_i are log-uniform in [1, condition].
-        spread: standard deviation of the minimisers c_i; with 0, all clients have the minimiser w = 0.
+    The curvatures a_i are log-uniform in [1, condition], and the minimisers c_i are normal with standard
+    deviation ``spread``. As least squares: X_i = diag(sqrt(d a_i)) and Y_i = X_i c_i, so a client has d
+    samples, and f_i is the mean over all of them.
 
     >>> quadratics(clients=3, dim=2).clients[0][0].shape
     torch.Size([2, 2])
@@ -68,15 +62,8 @@ def linear_regression(
     """Return noisy linear targets; ground truth and scales of the features differ between clients.
 
     Y_i = X_i (w + heterogeneity * u_i) + noise * e_i, with w, u_i, e_i standard normal; the columns of X_i
-    are normal with standard deviations log-uniform in [1/2, 2].
-
-    Args:
-        clients: number of clients.
-        dim: number of parameters d, at most the total number of samples.
-        samples: number of samples per client, or (low, high) to draw each client's number from low..high.
-        seed: the same seed gives the same problem.
-        heterogeneity: standard deviation of the clients' ground truths around w.
-        noise: standard deviation of the noise in the targets.
+    are normal with standard deviations log-uniform in [1/2, 2]. ``samples`` is the number of samples per
+    client, or (low, high) to draw each client's number from low..high.
 
     >>> X, Y = linear_regression(dim=3, samples=40).clients[0]
     >>> X.shape, Y.shape
@@ -108,11 +95,7 @@ def linear_regression(
 
     A = sum(X_i.T @ X_i / len(X_i) for X_i in X)
     b = sum(X_i.T @ Y_i / len(X_i) for X_i, Y_i in zip(X, Y, strict=True))
-    try:
-        optimum = np.linalg.solve(A, b)[:, 0]
-    except np.linalg.LinAlgError as error:
-        raise InputError(f"samples={samples!r} with dim={dim} have no unique optimum: {error}") from None
-    return _synthetic(X, Y, optimum)
+    return _synthetic(X, Y, optimum=np.linalg.solve(A, b)[:, 0])
 
 
 def _synthetic(X: list[np.ndarray], Y: list[np.ndarray], optimum: np.ndarray) -> Synthetic:

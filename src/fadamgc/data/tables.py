@@ -37,12 +37,14 @@ class Rows(NamedTuple):
             ) from None
         return values
 
-    def texts(self, column: str) -> list[str]:
+    def texts(self, column: str, allow_empty: bool = False) -> list[str]:
         """Return a column of texts."""
         values = self.values(column)
         for row, value in enumerate(values, self.first):
             if not isinstance(value, str):
                 raise InputError(f"{self.file}: row {row} has {column}={shown(value)}, which is not a text")
+            if not allow_empty and not value.strip():
+                raise InputError(f"{self.file}: row {row} has an empty text in {column!r}")
         return values
 
     def labels(self, column: str, classes: int | None = None) -> npt.NDArray[np.int64]:
@@ -59,10 +61,11 @@ class Rows(NamedTuple):
 
 
 def read_parquet(files: Sequence[Path], columns: Sequence[str]) -> Iterator[Rows]:
-    """Read columns of parquet files, ``BATCH`` rows at a time."""
+    """Read columns of parquet files, ``BATCH`` rows at a time; refuse files without rows."""
     pyarrow = _pyarrow()
     from pyarrow import parquet
 
+    total = 0
     for path in files:
         first = 0
         try:
@@ -76,10 +79,13 @@ def read_parquet(files: Sequence[Path], columns: Sequence[str]) -> Iterator[Rows
                 f"{path}: damaged or not a parquet file, after {first} rows ({first_line(error)}); "
                 "download it again"
             ) from error
+        total += first
+    if not total:
+        raise _no_rows(files[0])
 
 
 def read_csv(path: Path, texts: Sequence[str], label: str) -> Iterator[Rows]:
-    """Read columns of texts and a column of labels from a CSV file."""
+    """Read columns of texts and a column of labels from a CSV file; refuse a file without rows."""
     pyarrow = _pyarrow()
     from pyarrow import csv
 
@@ -100,7 +106,13 @@ def read_csv(path: Path, texts: Sequence[str], label: str) -> Iterator[Rows]:
         raise InputError(f"{path} cannot be read as CSV: {message}{remedy}") from None
     columns = (*texts, label)
     _check_columns(path, names, columns)
+    if not len(table):
+        raise _no_rows(path)
     yield Rows(path, 0, {name: table.column(name) for name in columns})
+
+
+def _no_rows(path: Path) -> InputError:
+    return InputError(f"{path}: there are no rows in it; download it again, or give another file")
 
 
 def _pyarrow() -> Any:

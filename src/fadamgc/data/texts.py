@@ -34,27 +34,24 @@ class Texts(NamedTuple):
         return Texts([self.first[i] for i in numbers], second, self.y[numbers])
 
 
-def load(name: str, split: str, root: Path | None = None) -> Texts:
-    """Read the "train" or "test" part of a known data set; without ``root``, from ``data_root()``.
+def load(name: str, split: str) -> Texts:
+    """Read the "train" or "test" part of a known data set.
 
     From newsgroup posts, headers, footers and quoted text are removed because they reveal the label; posts
-    that become empty are dropped.
+    that are empty afterwards are dropped.
     """
-    source, files = files_of_kind(name, "texts", split, root)
+    source, files = files_of_kind(name, "texts", split)
     rows = read_parquet(files, (*source.inputs, source.label))
     newsgroups = name == "20_newsgroups"  # on the hub, some posts are empty
-    texts = _collect(rows, source.inputs, source.label, files[0].parent, source.classes, newsgroups)
+    texts = _collect(rows, source.inputs, source.label, source.classes, allow_empty=newsgroups)
     return without_headers(texts) if newsgroups else texts
 
 
 def read(path: str | Path, columns: Sequence[str], label: str, field: str = "data") -> Texts:
-    """Read texts from your own file.
+    """Read texts from your own .parquet or .csv file; ``field`` is the name of the path in messages.
 
-    Args:
-        path: a .parquet or .csv file.
-        columns: name of the column of texts, or two names for pairs of texts.
-        label: name of the column of labels, which are whole numbers from 0.
-        field: the name of the path in messages.
+    ``columns`` are the names of the column of texts, or of two columns for pairs of texts. The labels are
+    whole numbers from 0.
     """
     file = Path(os.path.expanduser(path))
     if len(columns) not in (1, 2):
@@ -68,34 +65,19 @@ def read(path: str | Path, columns: Sequence[str], label: str, field: str = "dat
             rows = read_csv(file, columns, label)
         case _:
             raise InputError(f"{field}={str(path)!r} is neither a .parquet nor a .csv file")
-    return _collect(rows, columns, label, file)
+    return _collect(rows, columns, label, classes=None, allow_empty=False)
 
 
 def _collect(
-    batches: Iterator[Rows],
-    columns: Sequence[str],
-    label: str,
-    place: Path,
-    classes: int | None = None,
-    skip_empty: bool = False,
+    batches: Iterator[Rows], columns: Sequence[str], label: str, classes: int | None, allow_empty: bool
 ) -> Texts:
-    """Return the texts of all rows; refuse or skip rows with an empty text."""
+    """Return the texts of all rows."""
     parts: list[list[str]] = [[] for _ in columns]
     labels: list[npt.NDArray[np.int64]] = []
     for rows in batches:
-        y = rows.labels(label, classes)
-        texts = [rows.texts(column) for column in columns]
-        if skip_empty:
-            full = [i for i in range(len(y)) if all(values[i].strip() for values in texts)]
-            y, texts = y[full], [[values[i] for i in full] for values in texts]
-        for column, values, part in zip(columns, texts, parts, strict=True):
-            for row, text in enumerate(values, rows.first):
-                if not text.strip():
-                    raise InputError(f"{rows.file}: row {row} has an empty text in {column!r}")
-            part += values
-        labels.append(y)
-    if not parts[0]:
-        raise InputError(f"{place}: there are no rows of texts; give another file or folder")
+        labels.append(rows.labels(label, classes))
+        for column, part in zip(columns, parts, strict=True):
+            part += rows.texts(column, allow_empty)
     return Texts(parts[0], parts[1] if len(parts) > 1 else None, np.concatenate(labels))
 
 
@@ -117,7 +99,6 @@ def without_headers(texts: Texts) -> Texts:
     originals = 2 * with_header > len(texts.first)
     posts = [(clean(post) if originals else post).strip() for post in texts.first]
     kept = [i for i, post in enumerate(posts) if post]
-    if len(kept) < len(posts):
-        dropped = len(posts) - len(kept)
-        log.info("%d of %d posts are nothing but headers, footers and quotes", dropped, len(posts))
+    if dropped := len(posts) - len(kept):
+        log.info("%d of %d posts are empty without headers, footers and quotes", dropped, len(posts))
     return Texts([posts[i] for i in kept], None, texts.y[kept])

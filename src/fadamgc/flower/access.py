@@ -46,10 +46,7 @@ def make_token(path: Path) -> str:
 def log_in(home: Path, address: str, token: str) -> None:
     """Let Flower's command ``flwr`` send the operator's token to a SuperLink.
 
-    Args:
-        home: Flower's folder, $FLWR_HOME.
-        address: address of the SuperLink, written as in Flower's ``config.toml``.
-        token: the operator's token.
+    ``home`` is $FLWR_HOME, and ``address`` is written as in Flower's ``config.toml``.
     """
     from flwr.cli.constant import ACCESS_TOKEN_STORE_KEY, AUTHN_TYPE_STORE_KEY, REFRESH_TOKEN_STORE_KEY
     from flwr.common.constant import AuthnType
@@ -66,13 +63,11 @@ def check_refusals(host: str, port: int, root: Path | None, paths: Sequence[str]
 
     ``root`` is the authority's certificate, or None without TLS.
     """
-    tls = None if root is None else ssl.create_default_context(cafile=str(root))
+    connection = http.client.HTTPConnection(host, port, timeout=30)
+    if root is not None:
+        tls = ssl.create_default_context(cafile=str(root))
+        connection = http.client.HTTPSConnection(host, port, timeout=30, context=tls)
     for path in paths:
-        connection = (
-            http.client.HTTPConnection(host, port, timeout=30)
-            if tls is None
-            else http.client.HTTPSConnection(host, port, timeout=30, context=tls)
-        )
         try:
             connection.request("POST", path, b"", {"Content-Type": "application/protobuf"})
             status = connection.getresponse().status

@@ -1,7 +1,7 @@
 """Certificates of a SuperLink and keys of its nodes, for a federation on one machine.
 
-The authority signs only the SuperLink's certificate, and its key is then discarded. So renewal makes a new
-authority, and everybody who connects needs the new ``ca.crt``.
+The authority signs only the SuperLink's certificate, and the authority's key is then discarded. So renewal
+makes a new authority, and everybody who connects needs the new ``ca.crt``.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, PrivateFormat, PublicFormat
 from cryptography.x509 import verification
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
@@ -32,12 +33,9 @@ KEY_USES = (
 
 
 def ensure_certificates(folder: Path, address: str, now: datetime | None = None) -> bool:
-    """Make certificates, unless the folder has some that stay valid for a while; return whether any are new.
+    """Make ``ca.crt``, ``server.crt`` and ``server.key`` for an IP address and localhost.
 
-    Args:
-        folder: for ``ca.crt``, ``server.crt`` and ``server.key``.
-        address: IP address of the SuperLink; the certificate is for localhost, too.
-        now: the current time; None reads the clock.
+    Certificates that stay valid for more than ``RENEWAL`` are kept. Return whether new ones were made.
     """
     now = now or datetime.now(UTC)
     private_folder(folder)
@@ -46,7 +44,7 @@ def ensure_certificates(folder: Path, address: str, now: datetime | None = None)
     authority_key, server_key = (ec.generate_private_key(ec.SECP384R1()) for _ in range(2))
     names = x509.SubjectAlternativeName([x509.DNSName("localhost"), x509.IPAddress(ip_address(address))])
     files = {
-        KEY_FILE: _private(server_key, serialization.PrivateFormat.PKCS8),
+        KEY_FILE: _private(server_key, PrivateFormat.PKCS8),
         AUTHORITY_FILE: _certificate(
             *(AUTHORITY, authority_key, authority_key, now, "key_cert_sign"),
             (x509.BasicConstraints(ca=True, path_length=0), True),
@@ -65,7 +63,7 @@ def ensure_certificates(folder: Path, address: str, now: datetime | None = None)
 
 
 def acceptable(folder: Path, address: str, when: datetime) -> bool:
-    """Return whether clients that trust ``ca.crt`` accept the server at that time, and its key fits."""
+    """Return whether clients that trust ``ca.crt`` accept ``server.crt`` at a time, and the key fits."""
     try:
         authority, server = _read(folder)
         verifier = (
@@ -109,10 +107,8 @@ def ensure_node_keys(folder: Path, names: Sequence[str]) -> None:
         if (folder / f"{name}.pub").exists():
             continue
         key = ec.generate_private_key(ec.SECP384R1())
-        write_atomic(folder / name, _private(key, serialization.PrivateFormat.OpenSSH), private=True)
-        public = key.public_key().public_bytes(
-            serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
-        )
+        write_atomic(folder / name, _private(key, PrivateFormat.OpenSSH), private=True)
+        public = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
         write_atomic(folder / f"{name}.pub", public, private=True)
 
 
@@ -121,8 +117,8 @@ def _read(folder: Path) -> list[x509.Certificate]:
     return [x509.load_pem_x509_certificate(file.read_bytes()) for file in files]
 
 
-def _private(key: ec.EllipticCurvePrivateKey, form: serialization.PrivateFormat) -> bytes:
-    return key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
+def _private(key: ec.EllipticCurvePrivateKey, form: PrivateFormat) -> bytes:
+    return key.private_bytes(Encoding.PEM, form, serialization.NoEncryption())
 
 
 def _certificate(
@@ -149,4 +145,4 @@ def _certificate(
         *extensions,
     ):
         builder = builder.add_extension(extension, critical)
-    return builder.sign(signer, hashes.SHA384()).public_bytes(serialization.Encoding.PEM)
+    return builder.sign(signer, hashes.SHA384()).public_bytes(Encoding.PEM)

@@ -8,52 +8,33 @@ import torch
 from torch import Tensor, nn
 
 from fadamgc.algorithm import example, stand_in
-from fadamgc.errors import InputError
 from fadamgc.federation.client_data import ClientTable
 from fadamgc.federation.functions import TaskFunctions
 from fadamgc.federation.jobs import Job, Result, Round
 from fadamgc.federation.settings import Settings
 from fadamgc.federation.sums import all_finite
 from fadamgc.flower.client_store import ClientStore
-from fadamgc.flower.protocol import (
-    RefusedError,
-    Reply,
-    TrainRequest,
-    check_tensors,
-    resolve_pending,
-    with_pending,
-)
+from fadamgc.flower.protocol import RefusedError, Reply, TrainRequest, check_tensors, resolve_pending
 from fadamgc.sim.executors.trainer import train
 from fadamgc.task import Loss, Pair, Task
 from fadamgc.tree import from_names, leaves, named_leaves
 
 
 class LocalClient:
-    """A client with its model and data.
+    """A client with the server's model, whose weights are replaced by those that the server sends.
 
-    Args:
-        model: the same model as the server's; its weights are replaced by those that the server sends.
-        loss: as in ``fadamgc.Task``.
-        data: inputs and targets of this client only.
-        client: number of the client among all clients, from 0; random draws depend on it.
+    ``data`` are the inputs and targets of this client only. Random draws depend on the number ``client``.
     """
 
     def __init__(self, model: nn.Module, loss: Loss, data: Pair, client: int) -> None:
-        if client < 0:
-            raise InputError(f"client={client} is not accepted; clients are numbered from 0")
         self.client = client
         task = Task(model, loss, [data])
         self.functions = TaskFunctions(task)
         self.data = ClientTable(task, self.functions.dtype, self.functions.device)[0]
 
-    @property
-    def samples(self) -> int:
-        """Number of samples of the client."""
-        return self.data.size
-
     def train(self, round: Round, settings: Settings, state: object, tracked: bool) -> Result:
         """Run the client's part of a round."""
-        batches = settings.batches(round.t, self.client, self.samples)
+        batches = settings.batches(round.t, self.client, self.data.size)
         with torch.inference_mode(False):
             return train(Job(round, self.client, self.data, lambda: state, tracked, batches))
 
@@ -76,23 +57,17 @@ def handle_request(client: LocalClient, store: ClientStore, train: TrainRequest)
         if is_setup:
             g = functions.whole_gradient(vectors["x"], buffers, client.client, client.data, settings.seed, 0)
             _check_finite(client, [g])
-            store.save(with_pending(stored, request, algorithm.init_client(vectors["x"], g)))
-            return Reply(*request[:4], {"g": g}, {}, 0.0, settings.passes(client.samples))
+            store.save(stored.with_pending(request, algorithm.init_client(vectors["x"], g)))
+            return Reply(*request[:4], {"g": g}, {}, 0.0, settings.passes(client.data.size))
         down = from_names(like.down, vectors)
         state = stored.committed_state
         if state is None:
             state = algorithm.init_client(down.x)
         round = Round(functions, algorithm, settings.seed, request.stamp.round, down, buffers)
         result = client.train(round, settings, state, tracked)
-        _check_finite(
-            client, [*leaves(result.state), *leaves(result.up), *result.buffers.values(), result.loss]
-        )
-        store.save(with_pending(stored, request, result.state))
-    up = {
-        name: value
-        for name, value in named_leaves(result.up).items()
-        if tracked or name.partition(".")[0] not in algorithm.tracked_only
-    }
+        _check_finite(client, leaves([result.state, result.up, result.buffers, result.loss]))
+        store.save(stored.with_pending(request, result.state))
+    up = train.sent_fields(result.up)
     return Reply(*request[:4], up, result.buffers, float(result.loss), result.job.batches.steps)
 
 

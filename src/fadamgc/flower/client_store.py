@@ -30,8 +30,8 @@ def check_experiment_name(experiment: str) -> None:
 class ClientStore:
     """The stored state of one client in one experiment, in the folder ``root/experiment/client-0``.
 
-    The experiment has a name, not the number of a run, so that a run that is submitted again resumes. The
-    folder is private, because y_i is a mean of gradients.
+    The folder has the name of the experiment, not the number of Flower's run, so that a run that is submitted
+    again resumes. The folder is private, because y_i is a mean of gradients.
     """
 
     def __init__(self, root: str | Path, experiment: str, client: int) -> None:
@@ -92,7 +92,7 @@ class ClientStore:
         Raises:
             RefusedError: "busy", the first process still has the lock after ``seconds``.
         """
-        private_folder(self.folder.parent)  # also one that an earlier version has made
+        private_folder(self.folder.parent)  # folders of earlier versions get these permissions, too
         private_folder(self.folder)
         try:
             return lock(self.folder, seconds)

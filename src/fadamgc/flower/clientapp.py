@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
@@ -16,23 +14,13 @@ from fadamgc.errors import FadamgcError, InputError
 from fadamgc.files import user_folder
 from fadamgc.flower.client_round import LocalClient, handle_request
 from fadamgc.flower.client_store import ClientStore
-from fadamgc.flower.logs import log_to_stdout
+from fadamgc.flower.logs import log, log_to_stdout
 from fadamgc.flower.protocol import RefusedError
-from fadamgc.flower.wire import Hello, hello_content, read_request, refusal_content, reply_content
+from fadamgc.flower.wire import hello_content, read_request, refusal_content, reply_content
 from fadamgc.task import Loss, Pair
 
-log = logging.getLogger("fadamgc")
 
-
-class ClientSide(NamedTuple):
-    """Model, loss and data of a client."""
-
-    model: nn.Module
-    loss: Loss
-    data: Pair  # inputs and targets of this client alone
-
-
-def client_app(load: Callable[[Context], ClientSide | tuple[nn.Module, Loss, Pair]]) -> ClientApp:
+def client_app(load: Callable[[Context], tuple[nn.Module, Loss, Pair]]) -> ClientApp:
     """Return a ClientApp that takes part with whatever algorithm the server runs.
 
     The node-config says which client a node is: ``partition-id`` is the number of the client, from 0;
@@ -48,39 +36,39 @@ def client_app(load: Callable[[Context], ClientSide | tuple[nn.Module, Loss, Pai
         return LocalClient(*load(context), client_number(context))
 
     @app.query()
-    def hello(message: Message, context: Context) -> Message:
-        def answer() -> RecordDict:
-            client = local_client(context)
-            return hello_content(Hello(client.client, client.samples))
-
-        return _reply(message, answer)
+    @_replying
+    def hello(_: Message, context: Context) -> RecordDict:
+        client = local_client(context)
+        return hello_content(client.client, client.data.size)
 
     @app.train()
-    def train(message: Message, context: Context) -> Message:
-        def answer() -> RecordDict:
-            received = read_request(message.content)
-            client, request = local_client(context), received.request
-            if request.client != client.client:
-                raise RefusedError(
-                    "another client", f"this is client {client.client}, not client {request.client}"
-                )
-            store = ClientStore(state_folder(context), request.experiment, client.client)
-            return reply_content(handle_request(client, store, received))
-
-        return _reply(message, answer)
+    @_replying
+    def train(message: Message, context: Context) -> RecordDict:
+        received = read_request(message.content)
+        client, request = local_client(context), received.request
+        if request.client != client.client:
+            raise RefusedError(
+                "another client", f"this is client {client.client}, not client {request.client}"
+            )
+        store = ClientStore(state_folder(context), request.experiment, client.client)
+        return reply_content(handle_request(client, store, received))
 
     return app
 
 
-def _reply(message: Message, answer: Callable[[], RecordDict]) -> Message:
+def _replying(answer: Callable[[Message, Context], RecordDict]) -> Callable[[Message, Context], Message]:
     """Reply with the answer, or with the reason why there is none, so that the server can log it."""
-    try:
-        content = answer()
-    except FadamgcError as error:
-        log.warning("%s", error)
-        kind = error.kind if isinstance(error, RefusedError) else type(error).__name__
-        content = refusal_content(kind, str(error))
-    return Message(content, reply_to=message)
+
+    def reply(message: Message, context: Context) -> Message:
+        try:
+            content = answer(message, context)
+        except FadamgcError as error:
+            log.warning("%s", error)
+            kind = error.kind if isinstance(error, RefusedError) else type(error).__name__
+            content = refusal_content(kind, str(error))
+        return Message(content, reply_to=message)
+
+    return reply
 
 
 def client_number(context: Context) -> int:

@@ -9,64 +9,46 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple
 
 from fadamgc.algorithm import AnyAlgorithm
-from fadamgc.errors import InputError, nearest, shown
+from fadamgc.errors import InputError, nearest, not_accepted, shown
 from fadamgc.federation.settings import Settings
+from fadamgc.flower.client_store import check_experiment_name
 from fadamgc.methods import algorithm_class, make_algorithm
 
-BIND_VARIABLE = "FADAMGC_BIND_CLIENTS"  # in the ServerApp's environment: what bind-clients = "auto" means
+BIND_VARIABLE = "FADAMGC_BIND_CLIENTS"  # in the ServerApp's environment: the value of bind-clients = "auto"
 DEFAULT_ROUNDS = 10
 # Settings of ``simulate`` that a config cannot have: a value in a config is a number or a text, and a server
 # always writes a checkpoint after every round and drops updates that are not finite.
 NOT_IN_CONFIG = ("schedule", "on_nonfinite", "checkpoint_every", "dtype")
 
 
-def option(default: Any, help: str) -> Any:
-    """Return a dataclass field with a default and a description."""
-    return field(default=default, metadata={"help": help})
-
-
 @dataclass(frozen=True)
 class ServerOptions:
-    """The keys of a config in addition to settings and hyperparameters, each with its description."""
+    """The keys of a config in addition to settings and hyperparameters; docs/flower.md describes them."""
 
-    algorithm: str = option("fadamgc", "name of the algorithm")
-    clients: int = option(3, "number of clients, n")
-    experiment: str = option("experiment", "name under which server and clients store their states")
-    folder: str = option("", "folder of the checkpoint and the history; empty: a folder in ~/.local/state")
-    min_clients: int = option(1, "a round with fewer replies does not count")
-    round_timeout: float = option(600.0, "seconds that a round waits for replies")
-    wait_timeout: float = option(300.0, "seconds to wait for nodes: first for all, then for min-clients")
-    below_minimum: Literal["fail", "skip"] = option(
-        "fail", "what to do with too few clients: 'fail', or 'skip' the round"
-    )
-    max_update_norm: float = option(0.0, "refuse a reply with a longer vector; 0: accept any length")
-    max_norm_ratio: float = option(
-        100.0, "refuse a reply with a vector this many times longer than is typical; 0: accept any length"
-    )
-    max_samples: int = option(0, "refuse a client that says it has more samples; 0: accept any number")
-    max_size_ratio: float = option(
-        100.0,
-        "with weights = 'size', refuse a client that says it has more than this many times the median number "
-        "of samples; 0: accept any number",
-    )
-    reset_states: bool = option(False, "for one run: reset the states of all clients, and keep the model")
-    checkpoints: int = option(3, "how many checkpoints are stored, the newest included")
-    restore_round: int = option(
-        -1,
-        "for one run: go back to the checkpoint of this round, and reset the states of all clients; -1: no",
-    )
-    bind_clients: str = option(
-        "auto",
-        "'on': accept a client only from the node key that first spoke for it; 'off'; 'auto': what "
-        f"${BIND_VARIABLE} says, else 'off'",
-    )
-    unbind_clients: str = option(
-        "", "for one run: clients ('0, 2', or 'all') whose next node may have another key"
-    )
+    algorithm: str = "fadamgc"
+    clients: int = 3
+    experiment: str = "experiment"
+    folder: str = ""  # of the checkpoint and the history; empty: a folder in ~/.local/state
+    min_clients: int = 1
+    round_timeout: float = 600.0
+    wait_timeout: float = 300.0
+    below_minimum: Literal["fail", "skip"] = "fail"
+    max_update_norm: float = 0.0  # 0: no limit, here and in the next three
+    max_norm_ratio: float = 100.0
+    max_samples: int = 0
+    max_size_ratio: float = 100.0
+    reset_states: bool = False
+    checkpoints: int = 3
+    restore_round: int = -1  # < 0: resume from the newest checkpoint
+    bind_clients: str = "auto"  # "on", "off", or "auto": the value of BIND_VARIABLE, else "off"
+    unbind_clients: str = ""
+
+    def __post_init__(self) -> None:
+        check_experiment_name(self.experiment)
 
 
 class ServerConfig(NamedTuple):
@@ -81,14 +63,14 @@ class ServerConfig(NamedTuple):
     def binds_clients(self) -> bool:
         """Whether clients are bound to the keys of their nodes.
 
-        Without node authentication, a node has a new key whenever it starts. Flower does not tell an app
-        whether there is authentication, so "auto" reads an environment variable, and is "off" without it.
+        Without node authentication, a node has a new key at each start. Flower does not tell an app whether
+        authentication is on, so "auto" reads an environment variable, and is "off" without it.
         """
         choice = self.options.bind_clients
         answer = os.environ.get(BIND_VARIABLE, "off") if choice == "auto" else choice
         if answer not in ("on", "off"):
             source = f"${BIND_VARIABLE}" if choice == "auto" else "config bind-clients"
-            raise InputError(f"{source}={answer!r} is not accepted; it must be 'on' or 'off'")
+            raise not_accepted(source, answer, "'on' or 'off'")
         return answer == "on"
 
     @property
@@ -99,10 +81,8 @@ class ServerConfig(NamedTuple):
             return list(range(clients))
         words = text.replace(",", " ").split()
         if not all(word.isdecimal() and int(word) < clients for word in words):
-            raise InputError(
-                f"config unbind-clients={text!r} is not accepted; it must be 'all' or numbers of clients "
-                f"from 0 to {clients - 1}, such as '0, 2'"
-            )
+            accepted = f"'all' or numbers of clients from 0 to {clients - 1}, such as '0, 2'"
+            raise not_accepted("config unbind-clients", text, accepted)
         return [int(word) for word in words]
 
 
@@ -116,29 +96,49 @@ def read_config(config: Mapping[str, Any]) -> ServerConfig:
     """Read a config; an unknown key is an error."""
     keys = config_keys()
     algorithm = str(config.get("algorithm", ServerOptions.algorithm))
-    hyperparameters = [f.name for f in fields(algorithm_class(algorithm))]
+    names = algorithm_class(algorithm).setting_names()
+    hyperparameters = nested({key: value for key, value in config.items() if key.partition(".")[0] in names})
+    known = [*keys, *names]
     for key, value in config.items():
-        if "." not in key and key not in keys and key not in hyperparameters:
-            known = nearest(key, [*keys, *hyperparameters])
-            raise InputError(f"config {key}={shown(value)} is not known{known}")
+        if "." not in key and key not in known:
+            raise InputError(f"config {key}={shown(value)} is not known{nearest(key, known)}")
     values = {keys[key]: value for key, value in config.items() if key in keys}
     options = {f.name: _converted(f.name, values[f.name]) for f in fields(ServerOptions) if f.name in values}
     settings = {f.name: values[f.name] for f in fields(Settings) if f.name in values}
     return ServerConfig(
-        make_algorithm(algorithm, **{key: config[key] for key in hyperparameters if key in config}),
+        make_algorithm(algorithm, **hyperparameters),
         Settings.of(**{"rounds": DEFAULT_ROUNDS} | settings),
         ServerOptions(**options),
-        {key: value for key, value in config.items() if "." in key},
+        {key: value for key, value in config.items() if "." in key and key.partition(".")[0] not in names},
     )
+
+
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values whose keys have dots as tables: Flower flattens the tables of a config.
+
+    >>> nested({"eta_l": 0.1, "local.rule": "adam", "local.beta1": 0.9})
+    {'eta_l': 0.1, 'local': {'rule': 'adam', 'beta1': 0.9}}
+    """
+    tables: dict[str, Any] = {}
+    for key, value in values.items():
+        first, dot, rest = key.partition(".")
+        if not dot:
+            tables[first] = value
+        elif isinstance(tables.setdefault(first, {}), dict):
+            tables[first][rest] = value
+        else:
+            raise InputError(
+                f"config {first}={shown(tables[first])} and {key}={shown(value)}: give one of them"
+            )
+    return tables
 
 
 def _converted(name: str, value: Any) -> Any:
     """Return an option's value with the type of its default."""
-    kind = type(getattr(ServerOptions, name))
-    key = name.replace("_", "-")
+    kind, key = type(getattr(ServerOptions, name)), f"config {name.replace('_', '-')}"
     if kind is bool and not isinstance(value, bool):
-        raise InputError(f"config {key}={shown(value)} is not accepted; it must be true or false, unquoted")
+        raise not_accepted(key, value, "true or false, unquoted")
     try:
         return kind(value)
     except (TypeError, ValueError, OverflowError):
-        raise InputError(f"config {key}={shown(value)} is not accepted; it must be a number") from None
+        raise not_accepted(key, value, "a number") from None

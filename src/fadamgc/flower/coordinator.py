@@ -1,4 +1,4 @@
-"""The server of a federation, without the network: which clients to ask, what to accept, when a round counts.
+"""The server of a federation, without the network: which clients to ask, replies to accept, rounds to count.
 
 Nothing of a round is in the state before the round is closed, and writing the checkpoint closes the round. A
 coordinator that is killed at any moment and opened again has the state of the last closed round.
@@ -6,7 +6,7 @@ coordinator that is killed at any moment and opened again has the state of the l
 
 from __future__ import annotations
 
-import logging
+import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,27 +16,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fadamgc.algorithm import AnyAlgorithm, example
+from fadamgc.algorithm import example
 from fadamgc.errors import InputError, whole
 from fadamgc.escape import printable
 from fadamgc.federation.client_states import ClientStates
-from fadamgc.federation.cost import CostModel
+from fadamgc.federation.cost import Work
 from fadamgc.federation.functions import TaskFunctions
 from fadamgc.federation.run import Record, Run
 from fadamgc.federation.sampling import Draw
 from fadamgc.federation.server import Federation, ServerState
-from fadamgc.federation.settings import Settings
 from fadamgc.federation.sums import Sums
 from fadamgc.files import as_json
-from fadamgc.flower.client_store import check_experiment_name
+from fadamgc.flower.config import ServerConfig
+from fadamgc.flower.logs import log
 from fadamgc.flower.members import Members
 from fadamgc.flower.protocol import MAX_GENERATION, NEVER, RefusedError, Reply, Request, Stamp, TrainRequest
 from fadamgc.flower.reply_checks import Norms, ReplyChecks, Scale, evaluate, refusal
-from fadamgc.flower.server_store import Checkpoint, ServerStore, federation_checkpoint, restore_federation
+from fadamgc.flower.server_store import Checkpoint, ServerStore
 from fadamgc.task import Task
 from fadamgc.tree import from_names, named_leaves
-
-log = logging.getLogger("fadamgc")
 
 REMEMBERED_REFUSALS = 100
 
@@ -45,77 +43,46 @@ class Coordinator:
     """The server of a federation: the shared round, plus stamps, checks of replies and a store.
 
     Args:
-        algorithm: the algorithm.
         task: model, loss, test data and metric. Of its clients' data only two samples are used, to find out
             which buffers training changes: the server has no data of the clients.
-        clients: number of clients, n; they are numbered from 0.
-        settings: how the run proceeds.
-        experiment: name of the experiment, under which clients store their states.
-        store: folder for the checkpoint; None for none: a server that is killed then restarts from round 1.
-        cost: how rounds are priced.
-        max_norm: see ``ServerOptions.max_update_norm``; None accepts any length.
-        max_norm_ratio, max_samples, max_size_ratio: see ``ServerOptions``; None accepts any number.
-        min_clients, checkpoints, reset_states: see ``ServerOptions``.
-        restore_round: see ``ServerOptions``; None resumes from the newest checkpoint.
-        unbind: clients that are no longer bound to the key of their node, but to the next key that they use.
-        facts: what else must be equal when the experiment is resumed, as plain data.
+        config: algorithm, settings and options. An experiment can be resumed only with the same ``app`` keys.
+        folder: folder of the checkpoint.
     """
 
-    def __init__(
-        self,
-        algorithm: AnyAlgorithm,
-        task: Task,
-        clients: int,
-        settings: Settings,
-        experiment: str = "experiment",
-        store: str | Path | None = None,
-        *,
-        cost: CostModel | None = None,
-        max_norm: float | None = None,
-        max_norm_ratio: float | None = 100.0,
-        max_samples: int | None = None,
-        max_size_ratio: float | None = 100.0,
-        min_clients: int = 1,
-        checkpoints: int = 3,
-        restore_round: int | None = None,
-        unbind: Iterable[int] = (),
-        reset_states: bool = False,
-        facts: Mapping[str, Any] | None = None,
-    ) -> None:
-        check_experiment_name(experiment)
-        refused = f"min_clients={min_clients} is not accepted;"
-        if not 1 <= min_clients <= clients:
-            raise InputError(f"{refused} it must be from 1 to clients={clients}")
-        if settings.sampled is not None and min_clients > settings.sampled:
+    def __init__(self, task: Task, config: ServerConfig, folder: str | Path) -> None:
+        algorithm, settings, options, self.facts = config
+        unbound_clients = config.unbound_clients
+        self.n, self.experiment, self.min_clients = options.clients, options.experiment, options.min_clients
+        refused = f"min_clients={self.min_clients} is not accepted;"
+        if not 1 <= self.min_clients <= self.n:
+            raise InputError(f"{refused} it must be from 1 to clients={self.n}")
+        if settings.sampled is not None and self.min_clients > settings.sampled:
             raise InputError(f"{refused} a round asks only sampled={settings.sampled}")
-        if algorithm.full_participation and min_clients < clients:
+        if algorithm.full_participation and self.min_clients < self.n:
             name = type(algorithm).__name__
-            raise InputError(f"{refused} it must be {clients}: {name} needs all clients in every round")
-        settings.check(clients, [1] * clients, algorithm)
-        self.settings, self.experiment, self.min_clients = settings, experiment, min_clients
-        self.members = Members(clients, settings.weights == "size", max_samples, max_size_ratio)
-        self.facts = dict(facts or {})
+            raise InputError(f"{refused} it must be {self.n}: {name} needs all clients in every round")
+        settings.check(self.n, [1] * self.n, algorithm)
         self.functions, self.algorithm, self.task = TaskFunctions(task, settings.dtype), algorithm, task
-        self.n = clients
-        self.federation = Federation(algorithm, self.functions, clients, settings, cost)
+        self.settings, self.federation = settings, Federation(algorithm, self.functions, self.n, settings)
+        max_samples = whole("max_samples", options.max_samples, 0) or math.inf
+        max_size_ratio = options.max_size_ratio or math.inf
+        self.members = Members(self.n, settings, max_samples, max_size_ratio)
+        max_norm, max_norm_ratio = options.max_update_norm or math.inf, options.max_norm_ratio or math.inf
         self.checks = ReplyChecks(self.functions.module, max_norm, max_norm_ratio)
         self._up = example(algorithm, torch.zeros_like(self.functions.x0)).up
         self.generation = 0
         self.counted: dict[int, Stamp] = {}
         self.refusals: list[str] = []  # the last ones, for people to read
-        self.store = None if store is None else ServerStore(store, whole("checkpoints", checkpoints, 1))
-        self.attempt = 1
-        if self.store is not None:
-            # This comes before any client is asked, so that no two starts have the same number.
-            checkpoint = self.store.take_over(needed=restore_round is None)
-            self.attempt = self.store.attempt
-            if checkpoint is not None:
-                self._restore(self.store, checkpoint)
-        if restore_round is not None:
-            self._return_to(restore_round)
-        elif reset_states:
+        self.store = ServerStore(folder, whole("checkpoints", options.checkpoints, 1))
+        # This comes before any client is asked, so that no two starts have the same number.
+        checkpoint = self.store.take_over(needed=options.restore_round < 0)
+        if checkpoint is not None:
+            self._restore(checkpoint)
+        if options.restore_round >= 0:
+            self._return_to(options.restore_round)
+        elif options.reset_states:
             self._reset()
-        for client in unbind:
+        for client in unbound_clients:
             self.members.keys.pop(client, None)
         self._write()
         self._clear_round()
@@ -140,7 +107,7 @@ class Coordinator:
         """One record per closed round."""
         return self.federation.history
 
-    # Which clients to ask.
+    # Asking clients.
 
     def over(self) -> bool:
         """Whether the last round or the target has been reached."""
@@ -163,22 +130,20 @@ class Coordinator:
 
     def ask(self, available: Iterable[int]) -> list[TrainRequest]:
         """Return the requests of the next round; in the setup, all clients are asked."""
-        if self.store is not None:
-            self.store.check()
+        self.store.check()
         if len(self.members.samples) == self.n:
             self.settings.check(self.n, [self.members.samples[i] for i in range(self.n)], self.algorithm)
         self._clear_round()
         if self.needs_setup:
             everyone = tuple(range(self.n))
-            draw, stamp, down = Draw(everyone, everyone), Stamp(0, self.attempt), {"x": self.functions.x0}
+            t, draw, down = 0, Draw(everyone, everyone), {"x": self.functions.x0}
         else:
-            draw, stamp = self.federation.who(available), Stamp(self.t + 1, self.attempt)
+            t, draw = self.t + 1, self.federation.who(available)
             down = named_leaves(self.federation.open().down)
+        stamp, shared = Stamp(t, self.store.attempt), (self.algorithm, self.settings, down, self.buffers)
         for i in draw.sampled:
             request = Request(self.experiment, i, self.generation, stamp, self.counted.get(i, NEVER))
-            self._asked[i] = TrainRequest(
-                request, i in draw.tracked, self.algorithm, self.settings, down, self.buffers
-            )
+            self._asked[i] = TrainRequest(request, i in draw.tracked, *shared)
         return list(self._asked.values())
 
     def wanted(self, client: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -186,9 +151,7 @@ class Coordinator:
         asked = self._asked[client]
         if not asked.request.stamp.round:
             return {"g": self.functions.x0}, {}
-        left_out = () if asked.tracked else self.algorithm.tracked_only
-        vectors = named_leaves(self._up).items()
-        return {k: v for k, v in vectors if k.partition(".")[0] not in left_out}, dict(self.buffers)
+        return asked.sent_fields(self._up), self.buffers
 
     def _clear_round(self) -> None:
         self._began = time.perf_counter()
@@ -197,7 +160,7 @@ class Coordinator:
         self._norms: dict[int, Norms] = {}  # of the replies
         self._screened = False
 
-    # What to accept.
+    # Accepting replies.
 
     def consider(self, client: int, reply: Reply) -> None:
         """Accept the reply to the message that was sent to this client; the state does not change yet.
@@ -246,11 +209,11 @@ class Coordinator:
             self.members.admit(client, samples, started=bool(self.counted))
 
     def check_key(self, client: int, key: str) -> None:
-        """Refuse a node that speaks for a client with another key; see ``Members.check_key``."""
+        """Refuse a node whose key is not that of the client; see ``Members.check_key``."""
         with self.noting_refusals():
             self.members.check_key(client, key)
 
-    # When a round counts.
+    # Ending a round.
 
     @property
     def answered(self) -> tuple[int, ...]:
@@ -289,7 +252,7 @@ class Coordinator:
 
     def _close_setup(self) -> None:
         replies = [self._replies[i] for i in range(self.n)]
-        self.federation.weights = self.members.weights(self.settings)
+        self.federation.weights = self.members.weights()
         try:
             self.federation.begin_with((r.up["g"] for r in replies), [r.steps for r in replies])
             self.counted = {i: asked.request.stamp for i, asked in self._asked.items()}
@@ -313,7 +276,7 @@ class Coordinator:
 
     def _sum(self, replies: Mapping[int, Reply]) -> tuple[Sums, ServerState]:
         """Return the sums over these replies, and the server's state after a round with them."""
-        self.federation.weights = self.members.weights(self.settings)
+        self.federation.weights = self.members.weights()
         sums = self.federation.new_sums()
         like = named_leaves(self._up)
         for i in sorted(replies):
@@ -326,21 +289,21 @@ class Coordinator:
 
     def _record(self, sums: Sums, evaluation: Mapping[str, float], replies: Mapping[int, Reply]) -> Record:
         draw = Draw(tuple(self._asked), tuple(i for i, asked in self._asked.items() if asked.tracked))
-        steps = dict.fromkeys(draw.sampled, 0)
-        for i, reply in replies.items():
-            steps[i] = self.federation.work_steps(reply.steps, self.members.samples.get(i, 1))
+        federation, sizes = self.federation, self.members.samples
+        steps = [
+            federation.work_steps(replies[i].steps, sizes.get(i, 1)) if i in replies else 0
+            for i in draw.sampled
+        ]
         missing = tuple(i for i in draw.sampled if i not in replies)
         seconds = time.perf_counter() - self._began
-        return self.federation.record(
-            draw, sums, evaluation, list(steps.values()), seconds, missing, silent=missing
-        )
+        return federation.record(draw, sums, evaluation, steps, seconds, missing, silent=missing)
 
     def run(self) -> Run:
         """Return the run so far, as the simulator does; the clients' states are with the clients."""
         clients = ClientStates(self.n, self.algorithm.init_client(self.functions.x0))
         return self.federation.run(clients, {"executor": "flower", "compiled": False})
 
-    # What is stored.
+    # The checkpoint.
 
     def _identity(self) -> dict[str, Any]:
         """Return what must be equal for a checkpoint to belong to this experiment."""
@@ -349,15 +312,19 @@ class Coordinator:
             "parameters": dict(zip(flat.names, flat.shapes, strict=True)),
             "buffers": {name: tuple(value.shape) for name, value in self.functions.buffers0.items()},
         }
-        more = {"experiment": self.experiment, "model": model, "facts": self.facts}
-        return dict(as_json(self.federation.identity() | more))
+        experiment = {"experiment": self.experiment, "model": model, "facts": self.facts}
+        return dict(as_json(self.federation.identity() | experiment))
 
     def _write(self) -> None:
-        if self.store is None:
-            return
-        content, tensors = federation_checkpoint(self.federation)
-        content |= {
+        federation = self.federation
+        server, buffers = federation.state
+        tensors = {f"buffer.{name}": value for name, value in buffers.items()}
+        content = {
             "identity": self._identity(),
+            "round": federation.t,
+            "set_up": server is not None,
+            "setup": [work._asdict() for work in federation.setup],
+            "history": [record.to_json() for record in federation.history],
             "generation": self.generation,
             "counted": {str(i): list(stamp) for i, stamp in self.counted.items()},
             "samples": {str(i): size for i, size in self.members.samples.items()},
@@ -365,13 +332,19 @@ class Coordinator:
             "scales": {name: list(scale) for name, scale in self.checks.scales.items()},
             "keys": {str(i): key for i, key in self.members.keys.items()},
         }
-        self.store.write(content, tensors)
+        self.store.write(content, tensors | ({} if server is None else named_leaves(server, "server")))
 
-    def _restore(self, store: ServerStore, checkpoint: Checkpoint) -> None:
+    def _restore(self, checkpoint: Checkpoint) -> None:
         """Take over the state of a checkpoint."""
-        content, _ = checkpoint
-        store.check_identity(self._identity(), content["identity"])
-        restore_federation(self.federation, checkpoint)
+        content, tensors = checkpoint
+        self.store.check_identity(self._identity(), content["identity"])
+        federation, x0, server = self.federation, self.functions.x0, None
+        if content["set_up"]:
+            server = from_names(self.algorithm.init_server(x0, x0), tensors, "server")
+        buffers = {name: tensors[f"buffer.{name}"] for name in self.buffers}
+        federation.state, federation.t = ServerState(server, buffers), content["round"]
+        federation.setup = tuple(Work(**{k: tuple(v) for k, v in w.items()}) for w in content["setup"])
+        federation.history = [Record.from_json(record) for record in content["history"]]
         self.generation = content["generation"]
         self.counted = {int(i): Stamp(*stamp) for i, stamp in content["counted"].items()}
         self.members.samples = {int(i): int(size) for i, size in content["samples"].items()}
@@ -381,11 +354,9 @@ class Coordinator:
         self.members.keys = {int(i): key for i, key in content.get("keys", {}).items()}
 
     def _return_to(self, t: int) -> None:
-        """Return to the model of an earlier round; the clients' states, of later rounds, are reset."""
-        if self.store is None:
-            raise InputError(f"restore_round={t} is not accepted; there is no folder with checkpoints")
+        """Return to the model of round t, and reset the clients' states, which are of later rounds."""
         generation, keys, refusals = self.generation, self.members.keys, self.refusals
-        self._restore(self.store, self.store.read(t))
+        self._restore(self.store.read(t))
         self.generation = max(generation, self.generation)
         self.members.keys, self.refusals = keys or self.members.keys, refusals
         self._reset()

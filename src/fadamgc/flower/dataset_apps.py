@@ -8,10 +8,11 @@ node gets the part that its ``partition-id`` has in the partition of the config'
 from __future__ import annotations
 
 from flwr.app import Context
+from torch import nn
 
-from fadamgc.flower.clientapp import ClientSide, client_app, client_number
+from fadamgc.flower.clientapp import client_app, client_number
 from fadamgc.flower.serverapp import server_app
-from fadamgc.task import Task
+from fadamgc.task import Loss, Pair, Task
 from fadamgc.tasks.build import build_task
 from fadamgc.tasks.sections import task_spec
 
@@ -24,10 +25,10 @@ def task(context: Context) -> Task:
     return build_task(spec, int(config.get("seed", 0)))
 
 
-def local(context: Context) -> ClientSide:
+def local(context: Context) -> tuple[nn.Module, Loss, Pair]:
     """Return model, loss and data of one client."""
-    whole = task(context)
-    return ClientSide(whole.model, whole.loss, whole.pairs[client_number(context)])
+    full_task = task(context)
+    return full_task.model, full_task.loss, full_task.pairs[client_number(context)]
 
 
 server = server_app(task)

@@ -1,34 +1,37 @@
 """Collecting replies at the server: no reply waits for another, and none is pulled beyond its size limit.
 
-Flower's ``Grid.pull_messages`` waits until all arrays of a reply have been uploaded (for up to two hours),
-and pulls whatever a node has announced. The client behind Flower's ``HttpGrid`` pulls one object at a time,
+Flower's ``HttpGrid.pull_messages`` waits until all arrays of a reply have been uploaded (for up to two
+hours), and pulls whatever a node has announced. The client behind an ``HttpGrid`` pulls one object at a time,
 and says at once if an object has not arrived yet, so ``ObjectInbox`` uses that client. Its interface is
-private to Flower; this file is the only one that uses it. For any other grid, such as that of Flower's
-simulation, ``ThreadInbox`` calls ``pull_messages`` in threads.
+private to Flower (the same in 1.41 and 1.42); this file is the only one that uses it. The grid of Flower's
+simulation has all replies in memory, so ``DirectInbox`` calls its ``pull_messages``, which does not wait.
 """
 
 from __future__ import annotations
 
 import json
-import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from queue import Empty, SimpleQueue
 from typing import Any
 
 from flwr.app import Message
+from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, PullObjectRequest
+from flwr.proto.runtime_pb2 import PullAppMessagesRequest
 from flwr.serverapp import Grid
+from flwr.supercore.constant import HEAD_BODY_DIVIDER
+from flwr.supercore.inflatable.inflatable_object import (
+    get_object_head_values_from_object_content,
+    iterate_object_tree,
+)
+from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 
 from fadamgc.flower.protocol import RefusedError
 
-PATIENCE = 0.2  # seconds without a result after which ``ThreadInbox.collect`` returns
 OVERHEAD = 1 << 16  # bytes that a reply may have in addition to its arrays
 OVERHEAD_PER_ARRAY = 1 << 11  # bytes for the name, shape and type of an array
 SMALLEST_CHUNK = 1 << 16  # bytes; Flower cuts arrays into chunks of 5 MB
-
-# The ids of answered messages, each with the reply or the reason why the reply cannot be read.
-Arrived = list[tuple[str, Message | Exception]]
 
 
 class TooLargeError(RefusedError):
@@ -63,56 +66,70 @@ class PartialReply:
     size: int = 0
 
 
-class ObjectInbox:
+class Inbox(ABC):
+    """Collects the replies that have arrived at a grid."""
+
+    def collect(self, limits: Mapping[str, SizeLimit]) -> list[tuple[str, Message | Exception]]:
+        """Return the messages that have been answered in full, each with its reply or the reply's error.
+
+        ``limits`` are the ids of the messages to collect replies for, each with the reply's size limit.
+        """
+        arrived: list[tuple[str, Message | Exception]] = []
+        for message_id, limit in limits.items():
+            result: Message | Exception | None
+            try:
+                result = self._pull(message_id, limit)
+            except Exception as error:  # an untrusted node may have sent anything
+                result = error
+            if result is not None:
+                arrived.append((message_id, result))
+                self.forget([message_id])
+        return arrived
+
+    @abstractmethod
+    def forget(self, message_ids: Iterable[str]) -> None:
+        """Discard what has arrived of the replies to these messages."""
+
+    @abstractmethod
+    def _pull(self, message_id: str, limit: SizeLimit) -> Message | None:
+        """Return the reply to a message, or None if it has not arrived in full."""
+
+
+class DirectInbox(Inbox):
+    """Pulls replies with ``pull_messages``, from a grid on which this call does not wait."""
+
+    def __init__(self, grid: Grid) -> None:
+        self._grid = grid
+
+    def forget(self, message_ids: Iterable[str]) -> None:
+        """Do nothing: replies arrive in one part."""
+
+    def _pull(self, message_id: str, limit: SizeLimit) -> Message | None:
+        reply = next(iter(self._grid.pull_messages([message_id])), None)
+        if reply is not None and not reply.has_error():
+            records = reply.content.array_records.values()
+            limit.check(0, sum(len(array.data) for record in records for array in record.values()))
+        return reply
+
+
+class ObjectInbox(Inbox):
     """Pulls replies object by object from a SuperLink, through Flower's ``HttpGrid``."""
 
     def __init__(self, grid: Any) -> None:
-        from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, PullObjectRequest
-        from flwr.proto.runtime_pb2 import PullAppMessagesRequest
-        from flwr.supercore.constant import HEAD_BODY_DIVIDER
-        from flwr.supercore.inflatable import inflatable_object, inflatable_utils
-
-        self._pull_messages, self._pull_object = PullAppMessagesRequest, PullObjectRequest
-        self._confirm_received = ConfirmMessageReceivedRequest
-        self._objects, self._utils, self._divider = inflatable_object, inflatable_utils, HEAD_BODY_DIVIDER
         self._client = grid._runtime_client
-        self._sender = {"node": grid.node, "run_id": grid.run.run_id}
+        self._sender: dict[str, Any] = {"node": grid.node, "run_id": grid.run.run_id}
         self._partial: dict[str, PartialReply] = {}
         self._response_limit: int | None = None  # bytes that the next response may have
-        with suppress(AttributeError):  # the size of a response is known before its body is read
-            self._client._client.event_hooks["response"].append(self._check_response)
-
-    def collect(self, limits: Mapping[str, SizeLimit]) -> Arrived:
-        """Return the replies that have arrived in full, without waiting for the others.
-
-        Args:
-            limits: the ids of the messages whose replies are collected, each with the reply's size limit.
-        """
-        arrived: Arrived = []
-        for message_id, limit in limits.items():
-            try:
-                message = self._pull(message_id, limit)
-            except Exception as error:  # an untrusted node may have sent anything
-                arrived.append((message_id, error))
-                self.forget([message_id])
-            else:
-                if message is not None:
-                    arrived.append((message_id, message))
-                    self.forget([message_id])
-        return arrived
+        # The size of a response is known before its body is read.
+        self._client._client.event_hooks["response"].append(self._check_response)
 
     def forget(self, message_ids: Iterable[str]) -> None:
         """Discard the parts of the replies to these messages, and let the SuperLink discard the replies."""
         for message_id in message_ids:
             if (partial := self._partial.pop(message_id, None)) is not None:
-                request = self._confirm_received(**self._sender, message_object_id=partial.reply_id)
+                request = ConfirmMessageReceivedRequest(**self._sender, message_object_id=partial.reply_id)
                 with suppress(Exception):
                     self._client.ConfirmMessageReceived(request)
-
-    def busy(self, message_id: str) -> bool:
-        """Return False: there are no threads."""
-        del message_id
-        return False
 
     def _pull(self, message_id: str, limit: SizeLimit) -> Message | None:
         """Pull the available parts of one reply; return the reply if it is complete."""
@@ -120,7 +137,7 @@ class ObjectInbox:
         if partial is None:
             return None
         while partial.missing:
-            request = self._pull_object(**self._sender, object_id=partial.missing[-1])
+            request = PullObjectRequest(**self._sender, object_id=partial.missing[-1])
             response = self._call(self._client.PullObject, request, limit.bytes - partial.size + OVERHEAD)
             if not response.object_found:
                 raise RefusedError("lost", "its reply was never uploaded in full")
@@ -130,7 +147,7 @@ class ObjectInbox:
             limit.check(0, partial.size)
             partial.contents[partial.missing.pop()] = response.object_content
         self._check_arrays(partial.contents, limit)
-        message = self._utils.inflate_object_from_contents(partial.reply_id, partial.contents)
+        message = inflate_object_from_contents(partial.reply_id, partial.contents)
         if not isinstance(message, Message):
             raise RefusedError("record", "its reply is not a message")
         message.metadata.__dict__["_message_id"] = partial.reply_id
@@ -138,13 +155,13 @@ class ObjectInbox:
 
     def _open(self, message_id: str, limit: SizeLimit) -> PartialReply | None:
         """Ask which objects the reply to a message has; return None if there is no reply yet."""
-        request = self._pull_messages(message_ids=[message_id])
+        request = PullAppMessagesRequest(message_ids=[message_id])
         response = self._call(self._client.PullMessages, request, OVERHEAD + 256 * limit.objects)
         for reply, tree in zip(response.messages_list, response.message_object_trees, strict=True):
             partial = PartialReply(reply.metadata.message_id)
             self._partial[message_id] = partial  # also if it is refused below, so that ``forget`` finds it
             object_ids: dict[str, None] = {}
-            for count, part in enumerate(self._objects.iterate_object_tree(tree), start=1):
+            for count, part in enumerate(iterate_object_tree(tree), start=1):
                 limit.check(count, 0)
                 object_ids[part.object_id] = None
             partial.missing = list(object_ids)  # the message itself is the last, and pulled first
@@ -155,9 +172,9 @@ class ObjectInbox:
         """Refuse arrays that name one chunk many times, and so become larger than what was pulled."""
         total = 0
         for content in contents.values():
-            kind, children, _ = self._objects.get_object_head_values_from_object_content(content)
+            kind, children, _ = get_object_head_values_from_object_content(content)
             if kind == "Array":
-                body = json.loads(content.partition(self._divider)[2])
+                body = json.loads(content.partition(HEAD_BODY_DIVIDER)[2])
                 total += sum(len(contents[children[i]]) for i in body["arraychunk_ids"])
         limit.check(0, total)
 
@@ -176,71 +193,8 @@ class ObjectInbox:
             raise TooLargeError(f"one of its parts has {announced} bytes")
 
 
-class ThreadInbox:
-    """Pulls replies with ``pull_messages``, each in its own thread, because the call may wait for long.
-
-    There is at most one thread per message, and threads end with the process.
-    """
-
-    def __init__(self, grid: Grid) -> None:
-        self._grid = grid
-        self._wanted: dict[str, bool] = {}  # for each message with a thread, whether its reply is wanted
-        self._results: SimpleQueue[tuple[str, Message | Exception | None]] = SimpleQueue()
-        self._early: dict[str, Message | Exception] = {}  # arrived while other replies were collected
-
-    def collect(self, limits: Mapping[str, SizeLimit]) -> Arrived:
-        """Do what ``ObjectInbox.collect`` does; a call that waits for a reply continues in its thread."""
-        asked_now = {i for i in limits if i not in self._wanted and i not in self._early}
-        for message_id in asked_now:
-            self._wanted[message_id] = True
-            threading.Thread(target=self._pull, args=(message_id,), daemon=True).start()
-        with suppress(Empty):
-            while True:
-                waiting = any(i in self._wanted for i in asked_now)
-                message_id, result = self._results.get(timeout=PATIENCE if waiting else 0.0001)
-                if self._wanted.pop(message_id) and result is not None:
-                    self._early[message_id] = result
-        return [(i, _checked(self._early.pop(i), limits[i])) for i in limits if i in self._early]
-
-    def forget(self, message_ids: Iterable[str]) -> None:
-        """Discard the replies to these messages, including those that a thread still waits for."""
-        for message_id in message_ids:
-            self._early.pop(message_id, None)
-            if message_id in self._wanted:
-                self._wanted[message_id] = False
-
-    def busy(self, message_id: str) -> bool:
-        """Return whether a thread still waits for the reply to this message."""
-        return message_id in self._wanted
-
-    def _pull(self, message_id: str) -> None:
-        try:
-            replies = list(self._grid.pull_messages([message_id]))
-            self._results.put((message_id, replies[0] if replies else None))
-        except Exception as error:  # an untrusted node may have sent anything
-            self._results.put((message_id, error))
-
-
-def _checked(reply: Message | Exception, limit: SizeLimit) -> Message | Exception:
-    """Return a reply, or the error that its arrays exceed the limit."""
-    if isinstance(reply, Exception) or reply.has_error():
-        return reply
-    records = reply.content.array_records.values()
-    try:
-        limit.check(0, sum(len(array.data) for record in records for array in record.values()))
-    except TooLargeError as error:
-        return error
-    return reply
-
-
-Inbox = ObjectInbox | ThreadInbox
-
-
 def make_inbox(grid: Grid) -> Inbox:
     """Return the inbox that fits a grid."""
-    with suppress(ImportError, AttributeError):
-        from flwr.superlink.grid.http_grid import HttpGrid
+    from flwr.superlink.grid.http_grid import HttpGrid  # slow to import, and no node needs it
 
-        if isinstance(grid, HttpGrid):
-            return ObjectInbox(grid)
-    return ThreadInbox(grid)
+    return ObjectInbox(grid) if isinstance(grid, HttpGrid) else DirectInbox(grid)

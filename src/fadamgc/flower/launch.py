@@ -43,13 +43,11 @@ if TYPE_CHECKING:
 MIN_TOKEN_LENGTH = 32
 LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
 RUNTIME_API = "/v1/runtime/"
-SERVED = frozenset(  # requests of SuperExec and ServerApp to the Runtime API
-    {
-        *("acquire-task", "send-task-heartbeat", "pull-task-input", "push-task-output", "push-logs"),
-        *("get-nodes", "push-messages", "pull-messages"),
-        *("push-object", "pull-object", "confirm-message-received"),
-    }
-)
+SERVED = {  # requests of SuperExec and ServerApp to the Runtime API
+    *("acquire-task", "send-task-heartbeat", "pull-task-input", "push-task-output", "push-logs"),
+    *("get-nodes", "push-messages", "pull-messages"),
+    *("push-object", "pull-object", "confirm-message-received"),
+}
 
 Metadata = Sequence[tuple[str, str | bytes]]
 

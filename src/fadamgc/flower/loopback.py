@@ -21,15 +21,7 @@ from pathlib import Path
 
 from fadamgc.errors import FadamgcError, InputError, whole
 from fadamgc.files import make_folder, private_folder, write_atomic
-from fadamgc.flower.access import (
-    ACQUIRE_TASK,
-    FLOWER_OFFLINE,
-    check_refusals,
-    launch_command,
-    log_in,
-    make_token,
-    search_path,
-)
+from fadamgc.flower import access
 
 STATE_FILE = "federation.json"
 TOKEN_FILE = "operator.token"
@@ -84,7 +76,8 @@ class LoopbackFederation:
     @property
     def environment(self) -> dict[str, str]:
         """The environment of Flower's commands: its files in the folder, no telemetry, this Python first."""
-        return os.environ | FLOWER_OFFLINE | {"FLWR_HOME": str(self.folder / "flwr"), "PATH": search_path()}
+        variables = {"FLWR_HOME": str(self.folder / "flwr"), "PATH": access.search_path()}
+        return os.environ | access.FLOWER_OFFLINE | variables
 
     @property
     def keys(self) -> Path:
@@ -119,14 +112,14 @@ class LoopbackFederation:
             ensure_certificates(self.keys, HOST)
             ensure_node_keys(self.keys, [f"node-{i}" for i in range(nodes)])
         write_atomic(self.folder / "flwr" / "config.toml", self._config(link, secure).encode(), private=True)
-        token = make_token(self.keys / TOKEN_FILE)  # a new token at every start
+        token = access.make_token(self.keys / TOKEN_FILE)  # a new token at every start
         (self.folder / "flwr" / "credentials.yaml").unlink(missing_ok=True)  # tokens of earlier starts
-        log_in(self.folder / "flwr", f"{HOST}:{link}", token)
+        access.log_in(self.folder / "flwr", f"{HOST}:{link}", token)
         state = FederationState(secure)
         try:
             state = self._start(state, "superlink", link, self._link_command(link, secure))
             _wait_until_listening(state.processes[0], wait)
-            check_refusals(HOST, link, self.keys / "ca.crt" if secure else None)
+            access.check_refusals(HOST, link, self.keys / "ca.crt" if secure else None)
             for i, port in enumerate(ports):
                 if secure:
                     key = self.keys / f"node-{i}.pub"
@@ -135,7 +128,7 @@ class LoopbackFederation:
                 state = self._start(state, f"node {i}", port, command)
             for process in state.processes[1:]:
                 _wait_until_registered(process, wait)
-                check_refusals(HOST, process.port, None, [ACQUIRE_TASK])
+                access.check_refusals(HOST, process.port, None, [access.ACQUIRE_TASK])
         except BaseException:
             self.down()
             raise
@@ -217,18 +210,18 @@ class LoopbackFederation:
         )
 
     def _link_command(self, port: int, secure: bool) -> list[str]:
-        words = [*launch_command("superlink"), "--operator-token", str(self.keys / TOKEN_FILE)]
+        keys = self.keys
+        words = [*access.launch_command("superlink"), "--operator-token", str(keys / TOKEN_FILE)]
         words += ["--host", HOST, "--port", str(port)]
         if not secure:
             return [*words, "--insecure"]
-        words += ["--ssl-ca-certfile", str(self.keys / "ca.crt")]
-        words += ["--ssl-certfile", str(self.keys / "server.crt")]
-        return [*words, "--ssl-keyfile", str(self.keys / "server.key"), "--enable-supernode-auth"]
+        words += ["--ssl-ca-certfile", str(keys / "ca.crt"), "--ssl-certfile", str(keys / "server.crt")]
+        return [*words, "--ssl-keyfile", str(keys / "server.key"), "--enable-supernode-auth"]
 
     def _node_command(self, i: int, nodes: int, link: int, port: int, secure: bool) -> list[str]:
         states = self.folder / "states" / f"node-{i}"
         config = f'partition-id={i} num-partitions={nodes} state-folder="{states}"'
-        words = [*launch_command("supernode"), "--superlink", f"{HOST}:{link}"]
+        words = [*access.launch_command("supernode"), "--superlink", f"{HOST}:{link}"]
         words += ["--host", HOST, "--port", str(port), "--node-config", config]
         if not secure:
             return [*words, "--insecure"]

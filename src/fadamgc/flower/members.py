@@ -2,46 +2,40 @@
 
 from __future__ import annotations
 
-import math
 from statistics import median_low
 
 import numpy as np
 
-from fadamgc.errors import InputError, whole
+from fadamgc.errors import InputError, not_accepted
 from fadamgc.federation.settings import Settings
 from fadamgc.flower.protocol import RefusedError
 
 
-def check_above(name: str, limit: float | None, least: float) -> None:
-    """Check that a limit is a number > ``least``, or None for no limit."""
-    if limit is not None and not limit > least:
-        raise InputError(f"{name}={limit!r} is not accepted; it must be a number > {least:g}")
+def check_above(name: str, limit: float, least: float) -> None:
+    """Check that a limit is a number > ``least``."""
+    if not limit > least:
+        raise not_accepted(name, limit, f"a number > {least:g}")
 
 
 class Members:
-    """The n clients of a federation. If clients are ``weighted`` by size, a size must not change.
+    """The n clients of a federation. If clients are weighted by size, a size must not change.
+
+    ``max_samples`` and ``max_size_ratio`` are those of ``ServerOptions``, but infinite for no limit.
 
     Attributes:
         samples: number of samples of each client that has connected.
         keys: digest of the key of the node that each client is bound to.
     """
 
-    def __init__(self, n: int, weighted: bool, max_samples: int | None, max_size_ratio: float | None) -> None:
-        if max_samples is not None:
-            whole("max_samples", max_samples, 1)
+    def __init__(self, n: int, settings: Settings, max_samples: float, max_size_ratio: float) -> None:
         check_above("max_size_ratio", max_size_ratio, 1)
-        self.n, self.weighted = n, weighted
+        self.n, self.settings, self.weighted = n, settings, settings.weights == "size"
         self.max_samples, self.max_size_ratio = max_samples, max_size_ratio
         self.samples: dict[int, int] = {}
         self.keys: dict[int, str] = {}
 
     def admit(self, client: int, samples: int, started: bool) -> None:
-        """Accept the size of a client's data.
-
-        Args:
-            client: number of the client.
-            samples: how many samples the client says that it has.
-            started: whether a round has been counted already.
+        """Accept the number of samples that a client reports, before or after a run has ``started``.
 
         Raises:
             RefusedError: there are too many samples, or another number than the weight was computed from.
@@ -50,7 +44,7 @@ class Members:
         def refusal(why: str) -> RefusedError:
             return RefusedError("samples", f"client {client} has {samples} samples, {why}")
 
-        if self.max_samples is not None and samples > self.max_samples:
+        if samples > self.max_samples:
             raise refusal(f"more than max_samples={self.max_samples}")
         before = self.samples.get(client)
         if self.weighted and before not in (None, samples):
@@ -60,7 +54,7 @@ class Members:
             )
         self.samples[client] = samples
         if self.weighted and len(self.samples) == self.n and not started:
-            largest = (self.max_size_ratio or math.inf) * median_low(self.samples.values())
+            largest = self.max_size_ratio * median_low(self.samples.values())
             for other in [i for i, size in self.samples.items() if size > largest]:
                 del self.samples[other]
             if client not in self.samples:
@@ -69,19 +63,14 @@ class Members:
                     "would decide alone. Set max-size-ratio higher if the number is right"
                 )
 
-    def weights(self, settings: Settings) -> list[float] | None:
+    def weights(self) -> list[float] | None:
         """Return the clients' weights; None if all are equal."""
         if self.weighted and len(self.samples) < self.n:
             raise InputError("weights='size' needs the sizes of all clients; wait until all have connected")
-        return settings.weight_of(np.array([self.samples.get(i, 1) for i in range(self.n)]))
+        return self.settings.weight_of(np.array([self.samples.get(i, 1) for i in range(self.n)]))
 
     def check_key(self, client: int, key: str) -> None:
-        """Refuse a node that has no key, or whose client or key is already bound to another one.
-
-        Args:
-            client: number of the client that the node speaks for.
-            key: digest of the node's public key; empty if the node has none.
-        """
+        """Refuse a node without a key (""), or whose client or key is already bound to another one."""
         bound_key = self.keys.get(client)
         other = next((i for i, other_key in self.keys.items() if other_key == key and i != client), None)
         if not key:

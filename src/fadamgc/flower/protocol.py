@@ -23,6 +23,7 @@ from torch import Tensor
 from fadamgc.algorithm import AnyAlgorithm
 from fadamgc.errors import FadamgcError
 from fadamgc.federation.settings import Settings
+from fadamgc.tree import named_leaves
 
 
 class Stamp(NamedTuple):
@@ -33,6 +34,7 @@ class Stamp(NamedTuple):
 
 
 NEVER = Stamp(0, 0)
+MAX_ROUNDS = 10**9  # also for starts of the server
 MAX_GENERATION = 10**11  # a generation may be a time in seconds, from a clock that is years ahead
 
 
@@ -45,6 +47,16 @@ class Request(NamedTuple):
     stamp: Stamp
     counted: Stamp  # the last round of this client that the server has counted
 
+    def is_possible(self) -> bool:
+        """Whether a server can send this; other numbers could make a client refuse all later requests."""
+        return (
+            0 <= self.stamp.round <= MAX_ROUNDS
+            and 1 <= self.stamp.attempt <= MAX_ROUNDS
+            and NEVER <= self.counted <= self.stamp
+            and self.counted.attempt >= 0
+            and 0 <= self.generation <= MAX_GENERATION
+        )
+
 
 class TrainRequest(NamedTuple):
     """A request with everything that a client needs to carry it out."""
@@ -55,6 +67,11 @@ class TrainRequest(NamedTuple):
     settings: Settings  # seed, local steps and batch size
     down: dict[str, Tensor]  # the server's message
     buffers: dict[str, Tensor]  # the model's averaged buffers
+
+    def sent_fields(self, up: Any) -> dict[str, Tensor]:
+        """Return the fields of the client's message by name, without those that only tracked clients send."""
+        skipped = () if self.tracked else self.algorithm.tracked_only
+        return {name: t for name, t in named_leaves(up).items() if name.partition(".")[0] not in skipped}
 
 
 class Reply(NamedTuple):
@@ -80,9 +97,13 @@ class StoredState(NamedTuple):
     pending: Stamp | None = None
     pending_state: Any = None  # after the pending round
 
+    def with_pending(self, request: Request, state: Any) -> StoredState:
+        """Store the state after a request's round as pending, until the server says whether it counted."""
+        return self._replace(seen=request.stamp, pending=request.stamp, pending_state=state)
+
 
 class RefusedError(FadamgcError):
-    """A request or a reply is refused: ``kind`` is the reason for programs, the message that for people."""
+    """A request or a reply is refused: ``kind`` is the reason as a keyword, the message explains it."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -125,11 +146,6 @@ def resolve_pending(stored: StoredState, request: Request) -> StoredState:
     return stored
 
 
-def with_pending(stored: StoredState, request: Request, state: Any) -> StoredState:
-    """Store the state after a request's round as pending, until the server says whether it counted."""
-    return stored._replace(seen=request.stamp, pending=request.stamp, pending_state=state)
-
-
 def describe(stamp: Stamp) -> str:
     """Describe a stamp in words."""
     return "no round" if stamp == NEVER else f"round {stamp.round} (start {stamp.attempt} of the server)"
@@ -138,11 +154,7 @@ def describe(stamp: Stamp) -> str:
 def check_tensors(owner: str, part: str, tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> None:
     """Refuse tensors with other names, shapes or types than ``like``, or with numbers that are not finite.
 
-    Args:
-        owner: how an error message begins, such as "the server's".
-        part: which part of the message the tensors are.
-        tensors: the tensors that were received, by name.
-        like: tensors with the names, shapes and types that are accepted.
+    Error messages begin with ``owner`` and ``part``, such as "the server's" and "buffers".
     """
     if set(tensors) != set(like):
         raise RefusedError("fields", f"{owner} {part} has {sorted(tensors)}, this model needs {sorted(like)}")

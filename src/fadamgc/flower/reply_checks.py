@@ -26,6 +26,7 @@ NORM_LAYERS = (
 )
 
 Norms = dict[str, float]
+Tensors = Mapping[str, Tensor]
 
 
 class Scale(NamedTuple):
@@ -56,17 +57,17 @@ class ReplyChecks:
 
     Args:
         module: the model, for the names of its running variances.
-        max_norm: the longest vector that is accepted; None accepts any length.
+        max_norm: the longest vector that is accepted.
         max_norm_ratio: the largest accepted ratio of the norm of a vector, or of a change of buffers, to the
             typical norm, which is the median of this round or the largest median of earlier rounds, whichever
             is larger. For a client with more local steps than is typical, the limit grows in proportion, by
-            at most this factor. None accepts any ratio.
+            at most this factor.
 
     Attributes:
         scales: the typical norm of each vector and buffer.
     """
 
-    def __init__(self, module: nn.Module, max_norm: float | None, max_norm_ratio: float | None) -> None:
+    def __init__(self, module: nn.Module, max_norm: float, max_norm_ratio: float) -> None:
         check_above("max_norm", max_norm, 0)
         check_above("max_norm_ratio", max_norm_ratio, 1)
         self.max_norm, self.max_norm_ratio = max_norm, max_norm_ratio
@@ -78,35 +79,19 @@ class ReplyChecks:
         }
 
     def check(
-        self,
-        reply: Reply,
-        request: Request,
-        vectors: Mapping[str, Tensor],
-        buffers: Mapping[str, Tensor],
-        steps: int | None,
+        self, reply: Reply, request: Request, vectors: Tensors, buffers: Tensors, steps: int | None
     ) -> Norms:
         """Refuse a reply that does not answer the request, or has fields or numbers that cannot be right.
 
-        Args:
-            reply: the reply.
-            request: the request that the reply has to answer.
-            vectors: the vectors that were requested, as tensors of the same shape and type.
-            buffers: the server's buffers, if buffers were requested.
-            steps: the local steps that were requested; None if unknown.
-
-        Returns:
-            The norms of the reply's vectors and of its changes to the buffers.
+        ``vectors``, ``buffers`` and the number of local ``steps`` (None if unknown) are those that the server
+        has requested. Return the norms of the reply's vectors and of its changes to the buffers.
         """
         client = request.client
         if reply.client != client:
             raise refusal(client, "another client", f"it says that it is client {reply.client}")
         if reply[:4] != request[:4]:
-            raise refusal(
-                client,
-                "another round",
-                f"it answers {describe(reply.stamp)} of {reply.experiment!r}, not {describe(request.stamp)} "
-                f"of {request.experiment!r}",
-            )
+            answered, asked = (f"{describe(m.stamp)} of {m.experiment!r}" for m in (reply, request))
+            raise refusal(client, "another round", f"it answers {answered}, not {asked}")
         if not (isinstance(reply.steps, int) and 1 <= reply.steps <= 10**9):
             raise refusal(client, "steps", f"it has {reply.steps!r} local steps")
         if steps is not None and reply.steps != steps:
@@ -121,10 +106,9 @@ class ReplyChecks:
                 raise refusal(client, "variance", f"{name} has variances below 0")
         norms = {name: _norm(value) for name, value in reply.up.items()}
         for name, length in norms.items():
-            if self.max_norm is not None and length > self.max_norm:
-                raise refusal(
-                    client, "norm", f"{name} has norm {length:.4g}, more than max_norm={self.max_norm:g}"
-                )
+            if length > self.max_norm:
+                why = f"{name} has norm {length:.4g}, more than max_norm={self.max_norm:g}"
+                raise refusal(client, "norm", why)
         norms |= {name: self._distance(name, b, buffers[name]) for name, b in reply.buffers.items()}
         for name, length in norms.items():
             if not math.isfinite(length):
@@ -133,8 +117,6 @@ class ReplyChecks:
 
     def out_of_proportion(self, norms: Mapping[int, Norms], state: ServerState) -> dict[int, RefusedError]:
         """Return the clients whose norms are far larger than is typical, each with the reason."""
-        if self.max_norm_ratio is None:
-            return {}
         ratio = self.max_norm_ratio
         steps = {i: client_norms[STEPS] for i, client_norms in norms.items()}
         typical_steps = self.scales.get(STEPS, Scale()).reference(steps.values())
@@ -147,7 +129,7 @@ class ReplyChecks:
             for i, length in lengths.items():
                 # For a client with more local steps than is typical, the limit grows in proportion.
                 growth = min(max(steps[i] / typical_steps, 1.0), ratio) if typical_steps else 1.0
-                if length > max(ratio * growth * typical, self._size_at_server(name, state)):
+                if length > ratio * growth * typical and length > self._size_at_server(name, state):
                     why = f"more than max_norm_ratio={ratio:g} times the typical norm {typical:.4g}"
                     refused.setdefault(i, refusal(i, "norm", f"{name} has norm {length:.4g}, {why}"))
         return dict(sorted(refused.items()))

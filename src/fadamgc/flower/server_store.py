@@ -16,11 +16,7 @@ from torch import Tensor
 
 from fadamgc.bundle import has_bundle, read_bundle, write_bundle
 from fadamgc.errors import CheckpointError, shown
-from fadamgc.federation.cost import Work
-from fadamgc.federation.run import Record
-from fadamgc.federation.server import Federation, ServerState
 from fadamgc.files import lock, private_folder, write_atomic
-from fadamgc.tree import from_names, named_leaves
 
 BUNDLE = "federation"
 START_FILE = "start.json"  # the number of the newest start
@@ -34,8 +30,8 @@ Checkpoint = tuple[dict[str, Any], dict[str, Tensor]]
 class ServerStore:
     """The folder with a server's checkpoint, and with those of the last ``keep`` rounds under other names.
 
-    A server may be presumed dead and still be running, as when a SuperLink dies and its ServerApp does not.
-    So the newest start takes over, and no earlier start writes again.
+    A server may still run when a new one is started: a SuperLink may die without its ServerApp. So the newest
+    start takes over, and no earlier start writes again.
     """
 
     def __init__(self, folder: str | Path, keep: int = 1) -> None:
@@ -145,31 +141,6 @@ class ServerStore:
             return 0
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{self.folder / START_FILE} cannot be read: {error}") from None
-
-
-def federation_checkpoint(federation: Federation) -> Checkpoint:
-    """Return the content and the tensors that ``restore_federation`` needs."""
-    server, buffers = federation.state
-    tensors = {f"buffer.{name}": value for name, value in buffers.items()}
-    content = {
-        "round": federation.t,
-        "set_up": server is not None,
-        "setup": [work._asdict() for work in federation.setup],
-        "history": [record.to_json() for record in federation.history],
-    }
-    return content, tensors | ({} if server is None else named_leaves(server, "server"))
-
-
-def restore_federation(federation: Federation, checkpoint: Checkpoint) -> None:
-    """Take over the state of a checkpoint."""
-    (content, tensors), x0 = checkpoint, federation.functions.x0
-    server = None
-    if content["set_up"]:
-        server = from_names(federation.algorithm.init_server(x0, x0), tensors, "server")
-    buffers = {name: tensors[f"buffer.{name}"] for name in federation.state.buffers}
-    federation.state, federation.t = ServerState(server, buffers), content["round"]
-    federation.setup = tuple(Work(**{k: tuple(v) for k, v in w.items()}) for w in content["setup"])
-    federation.history = [Record.from_json(record) for record in content["history"]]
 
 
 def _link(path: Path, other: Path) -> None:

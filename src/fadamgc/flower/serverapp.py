@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -16,14 +15,11 @@ from torch import nn
 from fadamgc.escape import printable
 from fadamgc.federation.run import Record
 from fadamgc.files import user_folder
-from fadamgc.flower.client_store import check_experiment_name
-from fadamgc.flower.config import ServerConfig, read_config
+from fadamgc.flower.config import read_config
 from fadamgc.flower.coordinator import Coordinator
-from fadamgc.flower.logs import log_to_stdout
+from fadamgc.flower.logs import log, log_to_stdout
 from fadamgc.flower.strategy import Strategy
 from fadamgc.task import Loss, Pair, Task
-
-log = logging.getLogger("fadamgc")
 
 ServerData = tuple[nn.Module, Loss, Pair]  # model, loss, test data
 
@@ -50,15 +46,14 @@ def server_app(load: Callable[[Context], Task | ServerData]) -> ServerApp:
 
 
 def federate(grid: Grid, task: Task, config: Mapping[str, Any]) -> Coordinator:
-    """Run a federation as its config says, and save its history, which ``fadamgc report`` can show."""
+    """Run the federation that a config describes, and save its history for ``fadamgc report``."""
     server = read_config(config)
     experiment = server.options.experiment
-    check_experiment_name(experiment)
     default_folder = user_folder("state") / "servers" / experiment
     folder = Path(server.options.folder or default_folder).expanduser()
-    coordinator = make_coordinator(task, server, folder)
+    coordinator = Coordinator(task, server, folder)
     if coordinator.over():
-        write_history(coordinator, folder)  # it is missing if the server was killed after its last round
+        write_history(coordinator, folder)  # missing if the server was killed after its last round
         log.info(
             "%s: already complete after round %d; set rounds higher to resume it, or use another experiment. "
             "`fadamgc report %s` shows it",
@@ -83,29 +78,6 @@ def federate(grid: Grid, task: Task, config: Mapping[str, Any]) -> Coordinator:
     strategy.start(grid)
     log.info("%s: complete; `fadamgc report %s` shows it", experiment, folder)
     return coordinator
-
-
-def make_coordinator(task: Task, config: ServerConfig, folder: Path) -> Coordinator:
-    """Return the federation that a config describes, new or from its checkpoint."""
-    options = config.options
-    return Coordinator(
-        config.algorithm,
-        task,
-        options.clients,
-        config.settings,
-        options.experiment,
-        folder,
-        max_norm=options.max_update_norm or None,
-        max_norm_ratio=options.max_norm_ratio or None,
-        max_samples=options.max_samples or None,
-        max_size_ratio=options.max_size_ratio or None,
-        min_clients=options.min_clients,
-        checkpoints=options.checkpoints,
-        restore_round=None if options.restore_round < 0 else options.restore_round,
-        unbind=config.unbound_clients,
-        reset_states=options.reset_states,
-        facts=config.app,
-    )
 
 
 def write_history(coordinator: Coordinator, folder: Path) -> None:

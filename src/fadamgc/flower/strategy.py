@@ -1,9 +1,8 @@
-"""A Flower Strategy for every algorithm; every wait ends."""
+"""A Flower Strategy for every algorithm; every wait has a time limit."""
 
 from __future__ import annotations
 
 import hashlib
-import logging
 import time
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple
@@ -13,15 +12,14 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 from flwr.serverapp.strategy import Strategy as FlowerStrategy
 
-from fadamgc.errors import FadamgcError, InputError
+from fadamgc.errors import FadamgcError, not_accepted
 from fadamgc.escape import printable
 from fadamgc.federation.run import Record
 from fadamgc.flower.coordinator import Coordinator
 from fadamgc.flower.inbox import Inbox, SizeLimit, TooLargeError, make_inbox
+from fadamgc.flower.logs import log
 from fadamgc.flower.protocol import RefusedError
 from fadamgc.flower.wire import MAX_REASON, read_hello, read_reply, request_content, to_array_record
-
-log = logging.getLogger("fadamgc")
 
 BACKOFF_POLLS = 20  # polls before a rejected node is queried again; doubled after every rejection
 BARRED_ROUNDS = 10  # rounds in which a node whose reply was too large is not asked
@@ -32,7 +30,7 @@ class TooFewClientsError(FadamgcError):
 
 
 class RejectedNode(NamedTuple):
-    """A node whose hello or reply was rejected; it is not queried before a time and a round."""
+    """A node whose hello or reply was rejected; it is queried again at ``next_query`` and ``next_round``."""
 
     reason: str
     pause: float = 0.0  # seconds from the rejection to the next query
@@ -52,14 +50,13 @@ class Strategy(FlowerStrategy):
     Args:
         coordinator: the state of the federation.
         round_timeout: seconds that a round waits for replies.
-        wait_timeout: seconds to wait for clients: for all of them before the first round, and before every
-            round for as many as it needs.
-        below_minimum: what to do if there are still fewer clients than the coordinator's ``min_clients``:
-            "skip" the round, or "fail".
+        wait_timeout: seconds to wait for all clients before the first round, and before every round for as
+            many clients as it needs.
+        below_minimum: "skip" the round, or "fail", if fewer clients than ``min_clients`` are available then.
         on_round: called with the record of every round.
         poll: seconds between two checks for replies.
-        bind_clients: accept a client only from the node key that first spoke for it. Otherwise any node can
-            speak for any client that no other node speaks for.
+        bind_clients: accept a client only from the node key that it first used. Otherwise any node can act as
+            any client that has no other node.
     """
 
     def __init__(
@@ -74,18 +71,16 @@ class Strategy(FlowerStrategy):
     ) -> None:
         for name, value in (("round_timeout", round_timeout), ("wait_timeout", wait_timeout), ("poll", poll)):
             if not value > 0:
-                raise InputError(f"{name}={value!r} is not accepted; it must be a number of seconds > 0")
+                raise not_accepted(name, value, "a number of seconds > 0")
         if below_minimum not in ("skip", "fail"):
-            raise InputError(f"below_minimum={below_minimum!r} is not accepted; it must be 'skip' or 'fail'")
-        self.coordinator = coordinator
+            raise not_accepted("below_minimum", below_minimum, "'skip' or 'fail'")
+        self.coordinator, self.on_round = coordinator, on_round
         self.round_timeout, self.wait_timeout, self.poll = round_timeout, wait_timeout, poll
-        self.below_minimum, self.on_round = below_minimum, on_round
-        self.bind_clients = bind_clients
+        self.below_minimum, self.bind_clients = below_minimum, bind_clients
         self.nodes: dict[int, int] = {}  # the nodes of the clients that can be asked
         self._hellos: dict[str, tuple[int, float]] = {}  # node and deadline of each unanswered query
         self._rejected: dict[int, RejectedNode] = {}
         self._asked: dict[str, int] = {}  # the client of each message of this round
-        self._stuck: dict[str, int] = {}  # the node of each abandoned message that a thread still waits for
         self._keys: dict[int, str] = {}  # digests of the keys of the connected nodes
         self._inbox: tuple[Grid, Inbox] | None = None
 
@@ -194,7 +189,7 @@ class Strategy(FlowerStrategy):
         return sorted(self.nodes)
 
     def update_nodes(self, grid: Grid) -> None:
-        """Find out which nodes have connected, left, or answered late, without waiting."""
+        """Find out, without waiting, which nodes have connected, left, or answered late."""
         connected, now, inbox = self._connected_nodes(grid), time.monotonic(), self._inbox_of(grid)
         for client, node in list(self.nodes.items()):
             if node not in connected:
@@ -204,8 +199,6 @@ class Strategy(FlowerStrategy):
             if node not in connected or now >= end:
                 del self._hellos[message_id]
                 inbox.forget([message_id])
-                self._stuck[message_id] = node
-        self._stuck = {message: node for message, node in self._stuck.items() if inbox.busy(message)}
         self._query(grid, connected, now)
         for message_id, message in inbox.collect(dict.fromkeys(self._hellos, SizeLimit())):
             node, _ = self._hellos.pop(message_id)
@@ -219,7 +212,7 @@ class Strategy(FlowerStrategy):
             self._reject(self.nodes.pop(client), f"client {client} has far more samples than the others")
 
     def _connected_nodes(self, grid: Grid) -> set[int]:
-        """Return the connected nodes; where clients are bound to keys, note the keys of the nodes."""
+        """Return the connected nodes; if clients are bound to keys, note the keys of the nodes."""
         if not self.bind_clients:
             return set(grid.get_node_ids())
         self._keys = {
@@ -231,8 +224,7 @@ class Strategy(FlowerStrategy):
     def _query(self, grid: Grid, connected: set[int], now: float) -> None:
         """Ask new nodes, and those that have not answered, which client they are."""
         self._rejected = {node: r for node, r in self._rejected.items() if node in connected}
-        waiting = {node for node, _ in self._hellos.values()} | set(self._stuck.values())
-        t = self.coordinator.t + 1
+        waiting, t = {node for node, _ in self._hellos.values()}, self.coordinator.t + 1
         pausing = {n for n, r in self._rejected.items() if now < r.next_query or t < r.next_round}
         nodes = sorted(connected - set(self.nodes.values()) - waiting - pausing)
         queries = [
@@ -255,20 +247,20 @@ class Strategy(FlowerStrategy):
             raise message
         if message.has_error():
             raise RefusedError("error", message.error.reason or "it failed without a reason")
-        hello = read_hello(message.content, self.coordinator.n)
+        client, samples = read_hello(message.content, self.coordinator.n)
         if self.bind_clients:
-            self.coordinator.check_key(hello.client, self._keys.get(node, ""))
-        if (other := self.nodes.get(hello.client)) is not None:
+            self.coordinator.check_key(client, self._keys.get(node, ""))
+        if (other := self.nodes.get(client)) is not None:
             raise RefusedError(
                 "two nodes",
-                f"it says that it is client {hello.client}, but node {other} has connected as that client; "
+                f"it says that it is client {client}, but node {other} has connected as that client; "
                 "give each node its own partition-id",
             )
-        self.coordinator.admit(hello.client, hello.samples)
+        self.coordinator.admit(client, samples)
         if self.bind_clients:
-            self.coordinator.members.bind(hello.client, self._keys[node])
-        log.info("client %d is node %d, with %d samples", hello.client, node, hello.samples)
-        self.nodes[hello.client] = node
+            self.coordinator.members.bind(client, self._keys[node])
+        log.info("client %d is node %d, with %d samples", client, node, samples)
+        self.nodes[client] = node
         self._rejected.pop(node, None)
 
     def _reject(self, node: int, reason: str) -> None:
@@ -299,9 +291,8 @@ class Strategy(FlowerStrategy):
     def _exchange(self, grid: Grid, messages: list[Message]) -> list[Message]:
         """Send the messages of a round, and collect the replies that arrive in time."""
         clients, replies = {node: client for client, node in self.nodes.items()}, []
-        message_ids = grid.push_messages(messages) if messages else []
-        sent = [message.metadata.dst_node_id for message in messages]
-        nodes = {message_id: node for message_id, node in zip(message_ids, sent, strict=True) if message_id}
+        pushed = zip(grid.push_messages(messages) if messages else [], messages, strict=True)
+        nodes = {message_id: message.metadata.dst_node_id for message_id, message in pushed if message_id}
         self._asked = {message_id: clients[node] for message_id, node in nodes.items()}
         limits = {message_id: self._limit(client) for message_id, client in sorted(self._asked.items())}
         until, inbox = time.monotonic() + self.round_timeout, self._inbox_of(grid)
@@ -320,7 +311,6 @@ class Strategy(FlowerStrategy):
             if limits:
                 time.sleep(self.poll)
         inbox.forget(limits)
-        self._stuck |= {message_id: nodes[message_id] for message_id in limits}
         return replies
 
     def _limit(self, client: int) -> SizeLimit:

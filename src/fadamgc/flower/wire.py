@@ -9,44 +9,29 @@ import json
 import math
 import sys
 from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from torch import Tensor
 
-from fadamgc.errors import InputError, shown
+from fadamgc.errors import InputError, shown, whole
 from fadamgc.escape import printable
 from fadamgc.federation.settings import Settings
 from fadamgc.files import as_json
-from fadamgc.flower.protocol import (
-    MAX_GENERATION,
-    NEVER,
-    RefusedError,
-    Reply,
-    Request,
-    Stamp,
-    TrainRequest,
-    describe,
-)
+from fadamgc.flower.protocol import RefusedError, Reply, Request, Stamp, TrainRequest, describe
 from fadamgc.methods import algorithm_name, make_algorithm
 
 ARRAY_ENCODING = "fadamgc.little-endian"
 DTYPE_NAMES = ("float64", "float32", "float16", "int64", "int32", "uint8", "bool")
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_NAMES}
+HEADER = {"experiment": str, "client": int, "generation": int, "round": int, "attempt": int}
 LOCAL_SETTINGS = ("local_steps", "local_epochs", "batch_size")
 
 MAX_DIMENSIONS = 8
 MAX_REASON = 500  # characters of a client's reason that are shown
-MAX_ROUNDS, MAX_STEPS, MAX_SAMPLES = 10**9, 10**6, 10**9
-
-
-class Hello(NamedTuple):
-    """A node's statement of which client it is, and how many samples it has."""
-
-    client: int
-    samples: int
+MAX_STEPS, MAX_SAMPLES = 10**6, 10**9
 
 
 # Vectors.
@@ -78,8 +63,8 @@ def from_array_record(record: object, names: Collection[str] | None = None) -> d
 
 def _tensor(name: str, array: Array) -> Tensor:
     shape = array.shape
-    sound = len(shape) <= MAX_DIMENSIONS and all(type(size) is int and 0 <= size < 2**40 for size in shape)
-    if array.stype != ARRAY_ENCODING or array.dtype not in DTYPES or not sound:
+    possible = len(shape) <= MAX_DIMENSIONS and all(type(k) is int and 0 <= k < 2**40 for k in shape)
+    if array.stype != ARRAY_ENCODING or array.dtype not in DTYPES or not possible:
         raise RefusedError(
             "record",
             f"{shown(name)} is not accepted: {shown(array.dtype)} {shown(shape)} encoded as "
@@ -100,66 +85,43 @@ def _tensor(name: str, array: Array) -> Tensor:
 
 def request_content(train: TrainRequest) -> RecordDict:
     """Convert a request to the content of a message."""
-    request, settings, algorithm = train.request, train.settings, train.algorithm
+    request, tracked, algorithm, settings, down, buffers = train
     local = {key: getattr(settings, key) for key in LOCAL_SETTINGS}
     config: dict[str, Any] = {
         **_header(request),
         "counted-round": request.counted.round,
         "counted-attempt": request.counted.attempt,
-        "tracked": train.tracked,
+        "tracked": tracked,
         "algorithm": algorithm_name(algorithm),
         "hyperparameters": json.dumps(as_json(algorithm.plain())),
         "seed": settings.seed,
         **{key: value for key, value in local.items() if value is not None},
     }
-    return RecordDict(
-        {
-            "request": ConfigRecord(config),
-            "down": to_array_record(train.down),
-            "buffers": to_array_record(train.buffers),
-        }
-    )
+    arrays = {"down": to_array_record(down), "buffers": to_array_record(buffers)}
+    return RecordDict({"request": ConfigRecord(config), **arrays})
 
 
 def read_request(content: RecordDict) -> TrainRequest:
     """Read the request in a message; refuse any other message, and values that no server sends."""
     config = _config(content, "request")
-    request = Request(
-        *_read_header(config),
-        counted=Stamp(_get(config, "counted-round", int), _get(config, "counted-attempt", int)),
-    )
-    stamp, counted = request.stamp, request.counted
-    sound = (
-        0 <= stamp.round <= MAX_ROUNDS
-        and 1 <= stamp.attempt <= MAX_ROUNDS
-        and NEVER <= counted <= stamp
-        and counted.attempt >= 0
-        and 0 <= request.generation <= MAX_GENERATION
-    )
-    if not sound:  # a client that accepts such numbers may work for ever, or refuse all later requests
+    counted = Stamp(_get(config, "counted-round", int), _get(config, "counted-attempt", int))
+    request = Request(*_read_header(config), counted)
+    if not request.is_possible():
         raise RefusedError(
             "request",
-            f"a request for {describe(stamp)} with {describe(counted)} counted and generation "
+            f"a request for {describe(request.stamp)} with {describe(counted)} counted and generation "
             f"{request.generation} is not possible",
         )
-    local: dict[str, Any] = {key: config.get(key) for key in LOCAL_SETTINGS}
-    for key, value in local.items():
-        if value is not None and (type(value) is not int or not 1 <= value <= MAX_STEPS):
-            raise RefusedError("request", f"{key}={shown(value)} is not a whole number from 1 to {MAX_STEPS}")
     try:
+        local: Any = {key: whole(key, config[key], 1, MAX_STEPS) for key in LOCAL_SETTINGS if key in config}
         hyperparameters = json.loads(_get(config, "hyperparameters", str))
         algorithm = make_algorithm(_get(config, "algorithm", str), **hyperparameters)
         settings = Settings(rounds=max(1, request.stamp.round), seed=_get(config, "seed", int), **local)
     except (InputError, ValueError, TypeError, OverflowError, RecursionError) as error:
         raise RefusedError("request", f"the server's request cannot be understood: {error}") from None
-    return TrainRequest(
-        request,
-        _get(config, "tracked", bool),
-        algorithm,
-        settings,
-        from_array_record(content.get("down")),
-        from_array_record(content.get("buffers")),
-    )
+    tracked = _get(config, "tracked", bool)
+    down, buffers = (from_array_record(content.get(part)) for part in ("down", "buffers"))
+    return TrainRequest(request, tracked, algorithm, settings, down, buffers)
 
 
 # Replies of the clients.
@@ -167,14 +129,9 @@ def read_request(content: RecordDict) -> TrainRequest:
 
 def reply_content(reply: Reply) -> RecordDict:
     """Convert a reply to the content of a message."""
-    return RecordDict(
-        {
-            "reply": ConfigRecord(_header(reply)),
-            "up": to_array_record(reply.up),
-            "buffers": to_array_record(reply.buffers),
-            "metrics": MetricRecord({"loss": reply.loss, "steps": reply.steps}),
-        }
-    )
+    metrics = MetricRecord({"loss": reply.loss, "steps": reply.steps})
+    arrays = {"up": to_array_record(reply.up), "buffers": to_array_record(reply.buffers)}
+    return RecordDict({"reply": ConfigRecord(_header(reply)), **arrays, "metrics": metrics})
 
 
 def refusal_content(kind: str, message: str) -> RecordDict:
@@ -203,45 +160,33 @@ def read_reply(
     )
 
 
-def hello_content(hello: Hello) -> RecordDict:
-    """Convert a node's hello to the content of a message."""
-    return RecordDict({"hello": ConfigRecord({"client": hello.client, "samples": hello.samples})})
+def hello_content(client: int, samples: int) -> RecordDict:
+    """Return the content of a hello, in which a node says which client it is and how many samples it has."""
+    return RecordDict({"hello": ConfigRecord({"client": client, "samples": samples})})
 
 
-def read_hello(content: RecordDict, clients: int) -> Hello:
-    """Read the hello of a node, which is one of ``clients`` clients."""
+def read_hello(content: RecordDict, clients: int) -> tuple[int, int]:
+    """Read client and samples in the hello of a node, which is one of ``clients`` clients."""
     _raise_refusal(content)
     config = _config(content, "hello")
-    hello = Hello(_get(config, "client", int), _get(config, "samples", int))
-    if not 0 <= hello.client < clients:
-        raise RefusedError(
-            "client", f"a node says it is client {hello.client}; clients are 0 to {clients - 1}"
-        )
-    if not 1 <= hello.samples <= MAX_SAMPLES:
-        raise RefusedError("client", f"client {hello.client} says it has {hello.samples} samples")
-    return hello
+    client, samples = _get(config, "client", int), _get(config, "samples", int)
+    if not 0 <= client < clients:
+        raise RefusedError("client", f"a node says it is client {client}; clients are 0 to {clients - 1}")
+    if not 1 <= samples <= MAX_SAMPLES:
+        raise RefusedError("client", f"client {client} says it has {samples} samples")
+    return client, samples
 
 
 # Parts of messages.
 
 
 def _header(message: Request | Reply) -> dict[str, Any]:
-    return {
-        "experiment": message.experiment,
-        "client": message.client,
-        "generation": message.generation,
-        "round": message.stamp.round,
-        "attempt": message.stamp.attempt,
-    }
+    return dict(zip(HEADER, (*message[:3], *message.stamp), strict=True))
 
 
 def _read_header(config: ConfigRecord) -> tuple[str, int, int, Stamp]:
-    return (
-        _get(config, "experiment", str),
-        _get(config, "client", int),
-        _get(config, "generation", int),
-        Stamp(_get(config, "round", int), _get(config, "attempt", int)),
-    )
+    experiment, client, generation, *stamp = (_get(config, key, kind) for key, kind in HEADER.items())
+    return experiment, client, generation, Stamp(*stamp)
 
 
 def _raise_refusal(content: RecordDict) -> None:

@@ -44,19 +44,21 @@ class Layout(NamedTuple):
             x = x.new_zeros(texts * length, x.shape[1]).index_copy(0, self.position, x)
         return x.view(texts, length, -1)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, heads: int, causal: bool, **options: Any) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, heads: int, scale: float, dropout: nn.Dropout, causal: bool
+    ) -> Tensor:
         """Compute the attention within each text; q is for all tokens, or for one token per text."""
         single = len(q) == len(self.mask)
+        causal = causal and not single  # no mask is needed then: padding comes after all tokens
 
         def split(x: Tensor) -> Tensor:
             return x.view(*x.shape[:2], heads, -1).transpose(1, 2)
 
         query = split(q[:, None] if single else self.unpack(q))
-        if causal and not single:  # padding comes after all tokens
-            options["is_causal"] = True
-        else:
-            options["attn_mask"] = self.mask[:, None, None]
-        out = scaled_dot_product_attention(query, split(self.unpack(k)), split(self.unpack(v)), **options)
+        key, value = split(self.unpack(k)), split(self.unpack(v))
+        mask = None if causal else self.mask[:, None, None]
+        p = dropout.p if dropout.training else 0.0
+        out = scaled_dot_product_attention(query, key, value, mask, p, is_causal=causal, scale=scale)
         out = out.transpose(1, 2).flatten(2)
         return out[:, 0] if single else self.pack(out)
 
@@ -64,12 +66,13 @@ class Layout(NamedTuple):
 class Packed(ABC):
     """The parts of a classifier of transformers."""
 
-    layers: nn.ModuleList
     embeddings: ClassVar[tuple[str, ...]]  # names of the modules in the body that come before the layers
+    stack: ClassVar[str]  # name of the list of layers in the body
     selected: ClassVar[Literal["first", "last"]]  # the token of each text that the head uses
 
-    def __init__(self, classifier: Any, body: Any) -> None:
-        self.classifier, self.body = classifier, body
+    def __init__(self, classifier: Any) -> None:
+        self.classifier, self.body = classifier, classifier.base_model
+        self.layers: Any = self.body.get_submodule(self.stack)
 
     def run(self, x: Tensor, layout: Layout, first: int = 0) -> Tensor:
         """Return the logits from the input (tokens, width) of layer ``first``."""
@@ -92,11 +95,7 @@ class Packed(ABC):
 
 
 class _Bert(Packed):
-    embeddings, selected = ("embeddings",), "first"
-
-    def __init__(self, classifier: Any) -> None:
-        super().__init__(classifier, classifier.bert)
-        self.layers = self.body.encoder.layer
+    embeddings, stack, selected = ("embeddings",), "encoder.layer", "first"
 
     def embed(self, tokens: Tensor, positions: Tensor, types: Tensor | None) -> Tensor:
         types = torch.zeros_like(tokens) if types is None else types
@@ -104,13 +103,12 @@ class _Bert(Packed):
         return x[0]
 
     def layer(self, i: int, x: Tensor, layout: Layout, selected: Tensor | None = None) -> Tensor:
-        layer: Any = self.layers[i]
+        layer = self.layers[i]
         attention = layer.attention.self
         residual = x if selected is None else x[selected]
         q, k, v = attention.query(residual), attention.key(x), attention.value(x)
-        dropout = attention.dropout.p if attention.training else 0.0
         heads, scale = attention.num_attention_heads, attention.scaling
-        hidden = layout.attend(q, k, v, heads, causal=False, dropout_p=dropout, scale=scale)
+        hidden = layout.attend(q, k, v, heads, scale, attention.dropout, causal=False)
         hidden = layer.attention.output(hidden, residual)
         out: Tensor = layer.output(layer.intermediate(hidden), hidden)
         return out
@@ -121,11 +119,8 @@ class _Bert(Packed):
 
 
 class _Gpt2(Packed):
-    embeddings, selected = ("wte", "wpe", "drop"), "last"  # only the last token depends on the whole text
-
-    def __init__(self, classifier: Any) -> None:
-        super().__init__(classifier, classifier.transformer)
-        self.layers = self.body.h
+    # The last token is the only one that depends on the whole text.
+    embeddings, stack, selected = ("wte", "wpe", "drop"), "h", "last"
 
     def embed(self, tokens: Tensor, positions: Tensor, types: Tensor | None) -> Tensor:
         x = self.body.wte(tokens) + self.body.wpe(positions)
@@ -133,14 +128,13 @@ class _Gpt2(Packed):
         return dropped
 
     def layer(self, i: int, x: Tensor, layout: Layout, selected: Tensor | None = None) -> Tensor:
-        layer: Any = self.layers[i]
+        layer = self.layers[i]
         attention = layer.attn
         q, k, v = attention.c_attn(layer.ln_1(x)).chunk(3, dim=1)
         if selected is not None:
             q, x = q[selected], x[selected]
-        dropout = attention.attn_dropout.p if attention.training else 0.0
         heads, scale = attention.num_heads, attention.scaling
-        hidden = layout.attend(q, k, v, heads, causal=True, dropout_p=dropout, scale=scale)
+        hidden = layout.attend(q, k, v, heads, scale, attention.attn_dropout, causal=True)
         x = x + attention.resid_dropout(attention.c_proj(hidden))
         out: Tensor = x + layer.mlp(layer.ln_2(x))
         return out
@@ -150,21 +144,19 @@ class _Gpt2(Packed):
         return logits
 
 
-KINDS: dict[str, type[_Bert | _Gpt2]] = {
-    "BertForSequenceClassification": _Bert,
-    "GPT2ForSequenceClassification": _Gpt2,
-}
-
-
 def packed(classifier: nn.Module) -> Packed | None:
     """Return the parts of a classifier of transformers; None if this module does not support it."""
-    kind = KINDS.get(type(classifier).__name__)
     config: Any = getattr(classifier, "config", None)
-    if kind is None or (kind is _Bert and config.is_decoder) or config.add_cross_attention:
+    parts: Packed
+    match type(classifier).__name__:
+        case "BertForSequenceClassification" if not config.is_decoder:
+            parts = _Bert(classifier)
+        case "GPT2ForSequenceClassification":
+            parts = _Gpt2(classifier)
+        case _:
+            return None
+    if config.add_cross_attention or getattr(config, "position_embedding_type", "absolute") != "absolute":
         return None
-    if getattr(config, "position_embedding_type", "absolute") != "absolute":
-        return None
-    parts = kind(classifier)
     # If peft has copied the attention, adapters would be applied to the wrong copy.
     copied = any(hasattr(getattr(layer, "attn", None), "modules_to_save") for layer in parts.layers)
     return None if copied or parts.body.is_gradient_checkpointing else parts

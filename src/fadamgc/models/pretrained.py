@@ -7,7 +7,7 @@ import logging
 import os
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,8 +35,6 @@ class Base(NamedTuple):
 
     net: Any  # the model of peft
     tokenizer: Any
-    kind: str  # "bert", "gpt2", ...
-    layers: int  # number of layers
     positions: int | None  # largest number of tokens per text; None: no limit
 
 
@@ -51,15 +49,15 @@ def base_folder(base: str | Path) -> str:
     return os.path.expanduser(base)
 
 
-def lora(rank: int, targets: Sequence[str] | str, alpha: int | None = None, dropout: float = 0.0) -> Any:
-    """Return a LoRA config of peft; by default, alpha is twice the rank."""
+def lora(rank: int, targets: Sequence[str] | str, dropout: float = 0.0) -> Any:
+    """Return a LoRA config of peft with alpha = 2 * rank."""
     _check_packages()
     from peft import LoraConfig
 
     return LoraConfig(
         task_type="SEQ_CLS",
         r=rank,
-        lora_alpha=2 * rank if alpha is None else alpha,
+        lora_alpha=2 * rank,
         lora_dropout=dropout,
         target_modules=targets if isinstance(targets, str) else list(targets),
     )
@@ -98,8 +96,9 @@ def load_base(
         raise not_accepted("dropout", dropout, "a number >= 0 and < 1")
     with quiet(), seeded(seed):
         model, tokenizer, fresh = _classifier(base, classes, tokenizer, rate)
-        net = _adapted(base, model, adapters, upper_layers, fresh)
-    return _base(net, model, tokenizer)
+        adapters = _checked_adapters(base, model, adapters, upper_layers, fresh)
+        net = _adapted(base, model, adapters, upper_layers)
+    return Base(net, tokenizer, _positions(model))
 
 
 def load_adapter(base: str | Path, classes: int, folder: Path) -> Base:
@@ -113,12 +112,7 @@ def load_adapter(base: str | Path, classes: int, folder: Path) -> Base:
         model, tokenizer, _ = _classifier(base, classes)
         with _input_errors(f"adapter={str(folder)!r} does not fit base={str(base)!r}, or is damaged"):
             net = peft.PeftModel.from_pretrained(model, str(folder))
-    return _base(net, model, tokenizer)
-
-
-def _base(net: Any, model: Any, tokenizer: Any) -> Base:
-    config = model.config
-    return Base(net, tokenizer, str(config.model_type), int(config.num_hidden_layers), _positions(model))
+    return Base(net, tokenizer, _positions(model))
 
 
 def _classifier(
@@ -186,14 +180,11 @@ def _with_padding(base: str | Path, tokenizer: Any, vocabulary_size: int | None)
     return tokenizer
 
 
-def _adapted(
-    base: str | Path, model: Any, adapters: Any, upper_layers: int | None, fresh: Sequence[str]
-) -> Any:
-    """Return a model of peft: the classifier with adapters; ``fresh`` weights must be trained."""
+def _adapted(base: str | Path, model: Any, adapters: Any, upper_layers: int | None) -> Any:
+    """Return a model of peft: the classifier with adapters."""
     import peft
     from transformers.pytorch_utils import Conv1D
 
-    adapters = _checked_adapters(base, model, adapters, upper_layers, fresh)
     targets = adapters.target_modules
     modules = dict(model.base_model.named_modules())
     linear = [name for name, module in modules.items() if isinstance(module, (nn.Linear, Conv1D))]
@@ -204,21 +195,12 @@ def _adapted(
         if not any(f".{name}".endswith(f".{target}") for name in modules):
             raise InputError(f"target_modules: {target!r} matches {nothing}")
     try:
-        net = peft.get_peft_model(model, adapters)
+        return peft.get_peft_model(model, adapters)
     except (ValueError, TypeError, AttributeError, RuntimeError, re.error) as error:
         message = first_line(error)
         if isinstance(targets, str) or "target module" in message.lower():
             raise InputError(f"target_modules={targets!r} match {nothing} ({message})") from error
         raise InputError(f"adapters={adapters!r} do not fit base={str(base)!r}: {message}") from error
-    weights = {_name_in_classifier(name) for name, _ in net.named_parameters()}
-    trained = {_name_in_classifier(name) for name, value in net.named_parameters() if value.requires_grad}
-    untrained = sorted(set(fresh) & (weights - trained))
-    if untrained:
-        raise InputError(
-            f"base={str(base)!r} has no weights for {untrained[0]}, and they would not be trained; add that "
-            "module to the adapters' modules_to_save"
-        )
-    return net
 
 
 def _checked_adapters(
@@ -269,12 +251,6 @@ def _trained_modules(
     return trained or None
 
 
-def _name_in_classifier(name: str) -> str:
-    """Return a weight's name in the classifier, from its name in the model of peft."""
-    name = name.removeprefix("base_model.model.")
-    return name.replace(".modules_to_save.default", "").replace(".base_layer", "")
-
-
 def _positions(model: Any) -> int | None:
     """Return the largest number of tokens per text; None: no limit."""
     for name, module in model.base_model.named_modules():
@@ -307,16 +283,12 @@ def quiet() -> Iterator[None]:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from transformers.utils import logging as transformers_logging
 
-    loggers = [logging.getLogger(name) for name in ("transformers", "peft", "huggingface_hub")]
-    levels = [logger.level for logger in loggers]
-    bars = transformers_logging.is_progress_bar_enabled()
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
+    with ExitStack() as stack:
+        for name in ("transformers", "peft", "huggingface_hub"):
+            logger = logging.getLogger(name)
+            stack.callback(logger.setLevel, logger.level)
+            logger.setLevel(logging.ERROR)
+        if transformers_logging.is_progress_bar_enabled():
+            stack.callback(transformers_logging.enable_progress_bar)
+            transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-        if bars:
-            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]

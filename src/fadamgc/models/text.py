@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from fadamgc.cache import cached
 from fadamgc.errors import InputError, whole
 from fadamgc.models.packed import Layout, Packed, packed
-from fadamgc.models.pretrained import Base, quiet
+from fadamgc.models.pretrained import quiet
 from fadamgc.runtime import memory
 
 FORMAT = 2  # of the cached outputs of lower layers
@@ -48,27 +49,20 @@ class TextClassifier(nn.Module):
         return self.net.get_submodule("base_model.model")
 
     @property
-    def in_parts(self) -> bool:
-        """Whether the classifier's parts are known, so that lower layers can be computed beforehand."""
-        return packed(self.classifier) is not None
-
-    @property
-    def parts(self) -> Packed:
-        """The parts of a classifier for which ``in_parts`` is True."""
-        parts = packed(self.classifier)
-        assert parts is not None
-        return parts
+    def parts(self) -> Packed | None:
+        """The parts of the classifier; None if ``packed`` does not support it."""
+        return packed(self.classifier)
 
     def save_adapter(self, folder: str | Path) -> None:
         """Write adapters and head in peft's format; ``peft.PeftModel.from_pretrained`` reads them."""
         net: Any = self.net
-        place = Path(os.path.expanduser(folder))
+        target = Path(os.path.expanduser(folder))
         try:
-            place.mkdir(parents=True, exist_ok=True)
-            with TemporaryDirectory(prefix=".adapter-", dir=place) as scratch, quiet():
+            target.mkdir(parents=True, exist_ok=True)
+            with TemporaryDirectory(prefix=".adapter-", dir=target) as scratch, quiet():
                 net.save_pretrained(scratch, save_embedding_layers=False)
                 for file in sorted(Path(scratch).iterdir()):
-                    os.replace(file, place / file.name)
+                    os.replace(file, target / file.name)
         except OSError as error:
             raise InputError(f"folder={str(folder)!r} cannot be written: {error.strerror}") from None
 
@@ -86,8 +80,7 @@ class TextClassifier(nn.Module):
         return torch.cat(pieces)[order.argsort()]
 
     def _logits(self, inputs: Tensor, mask: Tensor) -> Tensor:
-        parts = packed(self.classifier)
-        length = mask.shape[1]
+        parts, length = self.parts, mask.shape[1]
         if parts is None:
             return self._padded_logits(inputs[..., :length], mask)
         layout = Layout.of(mask)
@@ -128,23 +121,23 @@ def encode(tokenizer: Any, first: list[str], second: list[str] | None, length: i
         if len(tokens) <= special:
             raise InputError(f"text {i} ({first[i][:40]!r}) has no tokens")
     planes = [ids] if not pair or types is None else [ids, types]
-    result = torch.full((len(ids), len(planes), max(map(len, ids))), PADDING, dtype=torch.int32)
-    for p, plane in enumerate(planes):
-        for i, row in enumerate(plane):
-            result[i, p, : len(ids[i])] = torch.tensor(row[: len(ids[i])], dtype=torch.int32)
-    return result
+    columns = [
+        [torch.tensor(row[: len(tokens)], dtype=torch.int32) for row, tokens in zip(plane, ids, strict=True)]
+        for plane in planes
+    ]
+    return torch.stack([pad_sequence(c, batch_first=True, padding_value=PADDING) for c in columns], dim=1)
 
 
-def without_lower_layers(model: TextClassifier, base: Base, upper_layers: int) -> TextClassifier:
+def without_lower_layers(model: TextClassifier, first: int) -> TextClassifier:
     """Return a classifier with the same weights whose inputs are the ``lower_outputs`` of texts."""
-    first = base.layers - upper_layers
     shared = {id(p): p for p in model.net.parameters()}
     upper = TextClassifier(copy.deepcopy(model.net, shared), model.pad, first)
     parts = upper.parts
+    assert parts is not None
     if any(p.requires_grad for module in _lower_modules(parts, first) for p in module.parameters()):
         raise InputError(
-            f"upper_layers={upper_layers} does not train the layers below, but the adapters' config "
-            "trains something there; omit upper_layers, or bias and modules_to_save for these layers"
+            f"upper_layers={len(parts.layers) - first} does not train the layers below, but the adapters' "
+            "config trains something there; omit upper_layers, or bias and modules_to_save for these layers"
         )
     for name in parts.embeddings:
         setattr(parts.body, name, nn.Identity())
@@ -158,20 +151,20 @@ def _lower_modules(parts: Packed, first: int) -> list[nn.Module]:
 
 
 @torch.no_grad()
-def lower_outputs(model: TextClassifier, base: Base, upper_layers: int, tokens: Tensor) -> Tensor:
-    """Return the output of the layers without adapters for each token, followed by 1 (0 for padding)."""
-    width = int(model.classifier.config.hidden_size)
-    outputs = torch.zeros(len(tokens), tokens.shape[2], width + 1)
+def lower_outputs(model: TextClassifier, first: int, tokens: Tensor) -> Tensor:
+    """Return the output of the first ``first`` layers per token, followed by 1 (0 for padding)."""
+    parts, training = model.parts, model.training
+    assert parts is not None
+    outputs = torch.zeros(len(tokens), tokens.shape[2], int(model.classifier.config.hidden_size) + 1)
     mask = tokens[:, 0] != PADDING
     length = mask.sum(dim=1)
-    parts, training = model.parts, model.training
     model.eval()
     try:
         for rows in torch.split(length.argsort(stable=True), EVALUATED):
             longest = int(length[rows].max())
             layout = Layout.of(mask[rows, :longest])
             x = embedded(parts, tokens[rows], layout)
-            for i in range(base.layers - upper_layers):
+            for i in range(first):
                 x = parts.layer(i, x, layout)
             outputs[rows, :longest, :-1] = layout.unpack(x)
     finally:
@@ -180,28 +173,23 @@ def lower_outputs(model: TextClassifier, base: Base, upper_layers: int, tokens: 
     return outputs
 
 
-def cached_lower_outputs(model: TextClassifier, base: Base, upper_layers: int, tokens: Tensor) -> Tensor:
-    """Return ``lower_outputs``, from the cache if possible."""
-    _check_memory(model, upper_layers, tokens)
-    first = base.layers - upper_layers
+def cached_lower_outputs(model: TextClassifier, first: int, tokens: Tensor) -> Tensor:
+    """Return ``lower_outputs``, from the cache if possible; refuse more than half of the memory."""
+    parts, (count, _, length) = model.parts, tokens.shape
+    assert parts is not None
+    size, available = 4 * count * length * (int(model.classifier.config.hidden_size) + 1), memory()
+    if available is not None and size > available / 2:
+        raise InputError(
+            f"upper_layers={len(parts.layers) - first}: the outputs of the layers below, for {count:,} texts "
+            f"of up to {length} tokens, take {size / 1e9:.0f} GB, more than half of the memory; use fewer "
+            "texts or a smaller length, or omit upper_layers"
+        )
     config = model.classifier.config.to_dict()
     facts = {k: config[k] for k in sorted(config) if not any(word in k for word in IGNORED_CONFIG_KEYS)}
     digest = hashlib.sha256(repr((FORMAT, facts, first, tuple(tokens.shape))).encode())
     digest.update(tokens.numpy().tobytes())
-    for module in _lower_modules(model.parts, first):
+    for module in _lower_modules(parts, first):
         for value in module.state_dict().values():
             digest.update(value.contiguous().numpy().tobytes())
     name = f"texts/{digest.hexdigest()[:32]}"
-    return torch.from_numpy(cached(name, lambda: lower_outputs(model, base, upper_layers, tokens).numpy()))
-
-
-def _check_memory(model: TextClassifier, upper_layers: int, tokens: Tensor) -> None:
-    count, _, length = tokens.shape
-    size = 4 * count * length * (int(model.classifier.config.hidden_size) + 1)
-    available = memory()
-    if available is not None and size > available / 2:
-        raise InputError(
-            f"upper_layers={upper_layers}: the outputs of the layers below, for {count:,} texts of up to "
-            f"{length} tokens, take {size / 1e9:.0f} GB, more than half of the memory; use fewer texts or "
-            "a smaller length, or omit upper_layers"
-        )
+    return torch.from_numpy(cached(name, lambda: lower_outputs(model, first, tokens).numpy()))

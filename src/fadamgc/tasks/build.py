@@ -38,13 +38,10 @@ Rows: TypeAlias = NDArray[np.int64]
 
 
 def build_task(spec: TaskSpec, seed: int, validation: float = 0.0) -> Task:
-    """Build the task of one run.
+    """Build the task of one run; partition, synthetic problem and initial weights depend on the seed.
 
-    Args:
-        spec: the [task] section.
-        seed: of the partition or the synthetic problem, and of the initial weights.
-        validation: if > 0, this fraction of the train data is held out and replaces the test data, which
-            are not even loaded. A synthetic problem has nothing to hold out: another seed is another problem.
+    With ``validation`` > 0, this fraction of the train data is held out and replaces the test data, which are
+    not even loaded. A synthetic problem has nothing to hold out: another seed is another problem.
     """
     match spec:
         case DigitsTask():
@@ -113,8 +110,8 @@ def _memory_for(setting: str) -> Iterator[None]:
         raise InputError(f"{cut(setting)} is too large for the memory of this machine") from None
 
 
-def _classification(
-    model: nn.Module, x: Tensor, y: Tensor, parts: Iterable[Rows], test: Pair, name: str
+def classification(
+    model: nn.Module, x: Tensor, y: Tensor, parts: Iterable[Rows], test: Pair | None, name: str
 ) -> Task:
     """Return the task whose clients have the rows ``parts`` of the inputs x and labels y."""
     clients: list[Pair] = [(x[rows], y[rows]) for rows in map(torch.from_numpy, parts)]
@@ -127,7 +124,7 @@ def _digits(spec: DigitsTask, seed: int, validation: float) -> Task:
     with _memory_for(f"hidden={list(spec.hidden)}"):
         model = mlp(64, spec.hidden, 10, seed)
     test = data.test_x, data.test_y
-    return _classification(model, data.train_x, data.train_y, parts, test, "digits")
+    return classification(model, data.train_x, data.train_y, parts, test, "digits")
 
 
 def _images(spec: ImagesTask, seed: int, validation: float) -> Task:
@@ -192,7 +189,7 @@ def _texts(spec: TextTask, seed: int, validation: float) -> Task:
     parts = [rows[part] for part in partition(spec, labels[rows], seed).indices]
     held_out = tokens[0][test_rows], labels[test_rows]
     pair = held_out if validation else (tokens[1], torch.from_numpy(sets[1].y))
-    return _classification(model, tokens[0], labels, parts, pair, spec.data)
+    return classification(model, tokens[0], labels, parts, pair, spec.data)
 
 
 def _har(spec: HarTask, seed: int, validation: float) -> Task:
@@ -203,7 +200,7 @@ def _har(spec: HarTask, seed: int, validation: float) -> Task:
     with _memory_for(f"width={spec.width}"):
         model = cnn1d(channels=9, outputs=6, width=spec.width, seed=seed)
     parts = [rows[part] for part in natural(data.subject[rows]).indices]
-    return _classification(model, data.x, data.y, parts, (data.x[test_rows], data.y[test_rows]), "HAR")
+    return classification(model, data.x, data.y, parts, (data.x[test_rows], data.y[test_rows]), "HAR")
 
 
 def _balanced(labels: Rows, count: int | None) -> Rows:

@@ -194,13 +194,13 @@ RUNNABLE = tuple(name for name in TASKS if name != "custom")
 def task_spec(**table: Any) -> TaskSpec:
     """Make a [task] section from its keys; a key with the value None counts as missing."""
     table = {key: frozen(value, key) for key, value in table.items() if value is not None}
+    names = ", ".join(map(repr, RUNNABLE))
     if "data" not in table:
-        raise InputError(f"[task] needs the key 'data', one of {', '.join(map(repr, RUNNABLE))}")
+        raise InputError(f"[task] needs the key 'data', one of {names}")
     data = table["data"]
     if not isinstance(data, str) or data not in TASKS:
         hint = nearest(data, RUNNABLE) if isinstance(data, str) else ""
         if isinstance(data, str) and data.lower().endswith((".csv", ".parquet")):
             hint = "; for your own texts, use fadamgc.tasks.text in Python"
-        names = ", ".join(map(repr, RUNNABLE))
         raise InputError(f"[task] data={shown(data)} is not accepted; it must be one of {names}{hint}")
     return TASKS[data].from_table(table, f"[task] with data='{data}'")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy, pad
+from torch.nn.functional import pad
 
 from fadamgc.data import dirichlet, iid, texts
 from fadamgc.data.sources import SOURCES
@@ -17,7 +17,8 @@ from fadamgc.data.texts import Texts
 from fadamgc.errors import INT64_MAX, InputError, nearest, not_accepted, whole
 from fadamgc.models import text as models
 from fadamgc.models.pretrained import MINILM, load_base
-from fadamgc.task import Pair, Task
+from fadamgc.task import Task
+from fadamgc.tasks.build import classification
 
 
 def text(
@@ -74,16 +75,14 @@ def text(
         for field, option in {"test": test, "columns": columns, "label": label, "classes": classes}.items():
             if option is not None:
                 raise InputError(f"{field}={option!r} is for your own files; {data} has its own {field}")
-        train, held_out = texts.load(str(data), "train"), texts.load(str(data), "test")
-        outputs = SOURCES[str(data)].classes
+        sets = [texts.load(str(data), split) for split in ("train", "test")]
+        classes = SOURCES[str(data)].classes
     else:
-        train, held_out, outputs = _read_files(data, test, columns, label, classes)
-    labels = torch.from_numpy(train.y)
-    partition = iid(labels, clients, seed) if alpha is None else dirichlet(labels, clients, alpha, seed)
-    has_test = by_name or test is not None
-    model, tokens = encode_for_model(
-        [train, held_out] if has_test else [train],
-        *(outputs, seed),
+        sets, classes = _read_files(data, test, columns, label, classes)
+    labels = [torch.from_numpy(part.y) for part in sets]
+    parts = iid(labels[0], clients, seed) if alpha is None else dirichlet(labels[0], clients, alpha, seed)
+    model, inputs = encode_for_model(
+        *(sets, classes, seed),
         base=base,
         adapters=adapters,
         tokenizer=tokenizer,
@@ -91,11 +90,9 @@ def text(
         dropout=dropout,
         length=length,
     )
-    parts = [torch.from_numpy(rows) for rows in partition.indices]
-    pairs: list[Pair] = [(tokens[0][rows], labels[rows]) for rows in parts]
-    test_pair = (tokens[1], torch.from_numpy(held_out.y)) if has_test else None
+    test_pair = (inputs[1], labels[1]) if len(sets) > 1 else None
     name = str(data) if by_name else Path(data).stem
-    return Task(model, cross_entropy, pairs, test_pair, metric="accuracy", name=name)
+    return classification(model, inputs[0], labels[0], parts.indices, test_pair, name)
 
 
 def _read_files(
@@ -104,8 +101,8 @@ def _read_files(
     columns: str | Sequence[str] | None,
     label: str | None,
     classes: int | None,
-) -> tuple[Texts, Texts, int]:
-    """Return the texts of files to train on and to test on, and the number of classes."""
+) -> tuple[list[Texts], int]:
+    """Return the texts to train on, those to test on if there is a file, and the number of classes."""
     if Path(data).suffix.lower() not in (".parquet", ".csv"):
         names = [name for name, source in SOURCES.items() if source.kind == "texts"]
         raise InputError(
@@ -118,10 +115,10 @@ def _read_files(
     label = "label" if label is None else label
     if not isinstance(label, str):
         raise not_accepted("label", label, "the name of a column")
-    train = texts.read(data, columns, label)
-    held_out = train if test is None else texts.read(test, columns, label, "test")
+    files = {"data": data} if test is None else {"data": data, "test": test}
+    sets = [texts.read(path, columns, label, field) for field, path in files.items()]
     if classes is None:
-        present = np.unique(train.y)
+        present = np.unique(sets[0].y)
         classes = len(present)
         missing = np.flatnonzero(present != np.arange(classes))
         if len(missing) or classes < 2:
@@ -131,14 +128,14 @@ def _read_files(
                 "classes= if some are not in the data"
             )
     whole("classes", classes, 2)
-    for field, path, y in (("data", data, train.y), ("test", test, held_out.y)):
-        beyond = np.flatnonzero(y >= classes)
+    for (field, path), part in zip(files.items(), sets, strict=True):
+        beyond = np.flatnonzero(part.y >= classes)
         if len(beyond):
             raise InputError(
-                f"{field}={str(path)!r}: row {beyond[0]} has {label}={y[beyond[0]]}; there are {classes} "
-                f"classes, 0 to {classes - 1}: give classes= if there are more"
+                f"{field}={str(path)!r}: row {beyond[0]} has {label}={part.y[beyond[0]]}; there are "
+                f"{classes} classes, 0 to {classes - 1}: give classes= if there are more"
             )
-    return train, held_out, classes
+    return sets, classes
 
 
 def encode_for_model(
@@ -164,7 +161,9 @@ def encode_for_model(
             f"length={length} is not accepted; base={str(base)!r} takes at most {loaded.positions} tokens"
         )
     inputs = [pad(tokens, (0, width - tokens.shape[2]), value=models.PADDING) for tokens in inputs]
-    if upper_layers is not None and upper_layers < loaded.layers and model.in_parts:
-        upper = models.without_lower_layers(model, loaded, upper_layers)
-        return upper, [models.cached_lower_outputs(model, loaded, upper_layers, tokens) for tokens in inputs]
-    return model, inputs
+    parts = model.parts
+    first = 0 if upper_layers is None or parts is None else len(parts.layers) - upper_layers
+    if not first:
+        return model, inputs
+    upper = models.without_lower_layers(model, first)
+    return upper, [models.cached_lower_outputs(model, first, tokens) for tokens in inputs]
