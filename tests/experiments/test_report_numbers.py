@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import math
 import re
 import statistics
@@ -71,7 +72,7 @@ def test_runs_that_never_got_there_are_counted_not_averaged(done):
     assert best[0] < best[1]
     between = sum(best) / 2
     results = read_results(done)
-    results = type(results)(spec_of(TINY).replace("run", target=between), results.cost, results.runs)
+    results = dataclasses.replace(results, spec=spec_of(TINY).replace("run", target=between))
     line = results_table(results).rows[1]
     assert re.fullmatch(r"\d\.0 \(1/2 reached\)", line[1].text)
     assert not line[1].bold

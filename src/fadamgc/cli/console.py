@@ -1,4 +1,4 @@
-"""What all commands share: where they print, and where they look for data."""
+"""What all commands share: where they print, and where they search for data."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def terminal() -> Console:
 
 
 def use_data(root: Path | None) -> None:
-    """Look for data in this folder, in this process and in those that are started from it."""
+    """Search for data in this folder, in this process and in the processes that it starts."""
     if root is not None:
         if not root.is_dir():
             raise InputError(f"data_root={str(root)!r} is not a folder; give the folder of the data sets")

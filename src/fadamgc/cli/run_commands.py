@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fadamgc.cli.console import DataRoot, say, terminal, use_data
+from fadamgc.cli.console import DataRoot, say, use_data
 from fadamgc.cli.show_commands import show
 from fadamgc.errors import FadamgcError, InputError, whole
 
@@ -91,8 +91,7 @@ def compare(
     """
     from fadamgc.experiments.spec.toml_io import preset as preset_named
 
-    use_data(data_root)
-    _use_trackers(track)
+    _prepare(data_root, track)
     spec = _adjusted(preset_named(preset), seed, seeds, rounds, methods)
     _run_and_report(spec, out, tune, workers, quiet, resume, overwrite)
 
@@ -125,8 +124,7 @@ def run(
     """
     from fadamgc.experiments.spec.toml_io import load_spec
 
-    use_data(data_root)
-    _use_trackers(track)
+    _prepare(data_root, track)
     experiment = _adjusted(load_spec(spec), seed, seeds, rounds, methods)
     _run_and_report(experiment, _folder(out, experiment), tune, workers, quiet, resume, overwrite)
 
@@ -172,8 +170,7 @@ def reproduce(
     from fadamgc.experiments.run.progress import duration
     from fadamgc.paper.study import load_study, write_study, write_study_report
 
-    use_data(data_root)
-    _use_trackers(track)
+    _prepare(data_root, track)
     study = load_study(name, scale)
     folder = out or Path("out") / f"{name}-{scale}"
     single, began = len(study.members) == 1, time.perf_counter()
@@ -229,15 +226,15 @@ def tune(
     runner.check(tuning_plan(experiment, folder.path))
     with folder.lock():
         _tuned(experiment, folder, runner, resume, overwrite)
-    paths = f"{folder.path / TUNED_SPEC}, {folder.path / TUNING_TABLE}"
-    terminal().print(paths, highlight=False, soft_wrap=True)
+    print(f"{folder.path / TUNED_SPEC}, {folder.path / TUNING_TABLE}")
 
 
-def _use_trackers(names: str) -> None:
-    if names:
+def _prepare(data_root: Path | None, trackers: str) -> None:
+    use_data(data_root)
+    if trackers:
         from fadamgc.trackers import track_with
 
-        track_with(names)
+        track_with(trackers)
 
 
 def _folder(out: Path | None, spec: Spec) -> Path:

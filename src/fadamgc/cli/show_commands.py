@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -104,8 +105,7 @@ def report(
     if len(folders) > 1 or (len(targets) > 1 and read_study(folders[0]) is None):
         common = out or Path("out/report")
         write_reports(list(targets), common, common_cost)
-        line = printable(str(common / "report.html"))
-        terminal().print(line, highlight=False, soft_wrap=True, markup=False)
+        print(printable(common / "report.html"))
 
 
 def _targets(folders: list[Path], out: Path | None) -> dict[Path, Path]:
@@ -116,11 +116,9 @@ def _targets(folders: list[Path], out: Path | None) -> dict[Path, Path]:
         return {folders[0]: out}
     targets: dict[Path, Path] = {}
     for folder in folders:
-        name, number = folder.resolve().name, 1
-        while out / name in targets.values():
-            number += 1
-            name = f"{folder.resolve().name}-{number}"
-        targets[folder] = out / name
+        name = folder.resolve().name
+        names = chain([name], (f"{name}-{number}" for number in count(2)))
+        targets[folder] = next(out / n for n in names if out / n not in targets.values())
     return targets
 
 
@@ -169,8 +167,7 @@ def keep(
     """
     from fadamgc.paper.study import keep as copy
 
-    total = copy(folder, to)
-    say(f"{to}: {total / 1e6:.1f} MB")
+    say(f"{to}: {copy(folder, to) / 1e6:.1f} MB")
 
 
 @app.command("list")
@@ -265,27 +262,20 @@ def partition(
         save_label_plot(labels.counts, out, title=f"{labels.note} (seed {seed})")
     except OSError as error:
         raise InputError(f"out={str(out)!r} cannot be written: {error.strerror}") from None
-    console = terminal()
-    console.print(labels.note, highlight=False)
+    print(labels.note)
     for name, values in (("samples per client", sizes), ("labels per client", classes)):
-        console.print(
-            f"{name}: least {values.min()}, median {np.median(values):g}, most {values.max()}",
-            highlight=False,
-        )
-    console.print(f"plot: {out}", highlight=False, soft_wrap=True)
+        print(f"{name}: least {values.min()}, median {np.median(values):g}, most {values.max()}")
+    print(f"plot: {out}")
 
 
 def show(results: Results, folder: Path, seconds: float | None = None) -> None:
     """Print the table of an experiment and the path of its report."""
     from fadamgc.experiments.report.tables import caption, results_table
 
-    console = terminal()
-    console.print(results_table(results).to_rich(caption(results)))
-    for reasons in results.damaged.values():
-        for reason in reasons:
-            say(f"warning: {reason}; the tables are without this run, `fadamgc run --resume` runs it again")
+    terminal().print(results_table(results).to_rich(caption(results)))
+    for reason in chain(*results.damaged.values()):
+        say(f"warning: {reason}; the tables are without this run, `fadamgc run --resume` runs it again")
     if results.missing:
-        console.print(f"{results.missing} runs of the spec are missing", highlight=False)
+        print(f"{results.missing} runs of the spec are missing")
     took = "" if seconds is None else f" ({seconds:.0f} s)"
-    line = f"written{took}: {folder / 'report.html'}, with the tables and figures next to it"
-    console.print(printable(line), highlight=False, soft_wrap=True, markup=False)
+    print(printable(f"written{took}: {folder / 'report.html'}, with the tables and figures next to it"))

@@ -43,19 +43,11 @@ class PlannedRun:
     detail: str = ""  # distinguishes runs of the same method and seed in messages
 
     @classmethod
-    def of(
-        cls,
-        spec: Spec,
-        method: MethodSpec,
-        seed: int,
-        folder: Path,
-        validation: float = 0.0,
-        detail: str = "",
-    ) -> PlannedRun:
+    def of(cls, spec: Spec, method: MethodSpec, seed: int, folder: Path) -> PlannedRun:
         """Plan the run of a spec's method with one seed."""
         run = spec.run.model_copy(update={"tracked": spec.tracked(method)})
         algorithm = None if isinstance(spec.task, CustomTask) else method.make()
-        return cls(spec.task, run, spec.cost, method, algorithm, seed, folder, validation, detail)
+        return cls(spec.task, run, spec.cost, method, algorithm, seed, folder)
 
     @classmethod
     def of_saved(cls, run: Run, folder: Path) -> PlannedRun:

@@ -104,14 +104,8 @@ def _draw_curves(panel: Axes, results: Results, averages: Mapping[str, pd.DataFr
         if label not in averages:
             continue
         curve, shade, subject = averages[label], colour(number, count), number == count - 1
-        width = 2.4 if subject else 1.5
-        panel.plot(
-            *(curve[x], curve["mean"]),
-            color=shade,
-            linewidth=width,
-            label=printable(label),
-            zorder=3 + subject,
-        )
+        width, text = 2.4 if subject else 1.5, printable(label)
+        panel.plot(curve[x], curve["mean"], color=shade, linewidth=width, label=text, zorder=3 + subject)
         panel.fill_between(curve[x], curve["low"], curve["high"], color=shade, alpha=0.12, linewidth=0)
     if target is not None:
         name = f"target {results.target}"
@@ -153,16 +147,12 @@ def _draw_measure(
 ) -> None:
     positive = False  # whether a mean is above 0
     for number, label in enumerate(labels):
-        spreads = [
-            (experiment.value, getattr(row, measure))
+        points = sorted(
+            (experiment.value, spread.mean, 0.0 if math.isnan(spread.std) else spread.std)
             for experiment in experiments
             for row in experiment.results.rows
             if row.method.label == label and experiment.value is not None
-        ]
-        points = sorted(
-            (value, spread.mean, 0.0 if math.isnan(spread.std) else spread.std)
-            for value, spread in spreads
-            if not math.isnan(spread.mean)
+            if not math.isnan((spread := getattr(row, measure)).mean)
         )
         if points:
             x, means, bars = zip(*points, strict=True)

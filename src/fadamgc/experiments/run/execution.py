@@ -1,4 +1,4 @@
-"""How runs are executed in this process: checked, started or resumed, advanced together, and saved.
+"""Execute runs in this process: check, start or resume them, advance them together, and save them.
 
 This is the only module of the experiments that uses the simulator.
 """
@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ from fadamgc.errors import (
 )
 from fadamgc.experiments.planned_run import ADAPTER, CHECKPOINT, DIVERGED_RECORD, RECORDS, PlannedRun
 from fadamgc.federation.run import Run
-from fadamgc.files import remove_leftovers
+from fadamgc.files import remove_leftovers, unwritable
 from fadamgc.runtime import memory
 from fadamgc.sim.engine import RoundEnd
 from fadamgc.sim.executors.machine_code import compiler
@@ -87,18 +87,14 @@ class TaskCache:
         if key in self._tasks:
             return self._tasks[key][0]
         task = build_task(*key)
-        size = _task_bytes(task)
+        test = () if task.test_pair is None else task.test_pair
+        data = chain(test, *task.pairs)
+        size = _bytes([*task.model.parameters(), *task.model.buffers(), *data])
         while self._tasks and sum(s for _, s in self._tasks.values()) + size > self.limit:
             del self._tasks[next(iter(self._tasks))]
         if size <= self.limit:
             self._tasks[key] = task, size
         return task
-
-
-def _task_bytes(task: Task) -> int:
-    pairs = [*task.pairs, *([] if task.test_pair is None else [task.test_pair])]
-    tensors = [*task.model.parameters(), *task.model.buffers(), *(t for pair in pairs for t in pair)]
-    return _bytes(tensors)
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
@@ -166,9 +162,7 @@ def execute(
                 stack.callback(started[-1].engine.close)
             run_together(started, finished=finished)
     except (OSError, UnwritableError) as error:  # a full disk, most likely; the last checkpoints are complete
-        message = str(error)
-        if isinstance(error, OSError):
-            message = f"{plan[0].folder.parent} cannot be written: {error.strerror or error}"
+        message = str(unwritable(plan[0].folder.parent, error) if isinstance(error, OSError) else error)
         raise FadamgcError(
             f"{message}; finished runs are saved: make room and continue with --resume"
         ) from error
@@ -198,10 +192,8 @@ def _start(
         return start_from(run_arguments, resources)
     except OtherRunError:
         shutil.rmtree(checkpoint, ignore_errors=True)
-    except CheckpointInUseError:
-        raise
     except CheckpointError as error:
-        if is_system_error(error):
+        if isinstance(error, CheckpointInUseError) or is_system_error(error):
             raise
         warn(f"{error}; moved to {move_aside(checkpoint)}, and {planned.name} starts from round 1")
     return start_from(run_arguments, resources)

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
 from fadamgc.escape import printable
 from fadamgc.experiments.planned_run import PlannedRun
@@ -74,26 +68,19 @@ def _lines(console: Console, plan: Sequence[PlannedRun], done: int) -> OnEnd:
         if end.metric is not None and not math.isfinite(end.metric):
             value = ", diverged"
         message = end.error or f"{end.rounds} rounds{value}"
-        line = printable(f"[{number}/{total}] {plan[i].name}: {message}{more}")
-        console.print(line, markup=False, soft_wrap=True)
+        tell(printable(f"[{number}/{total}] {plan[i].name}: {message}{more}"), console)
 
     return on_end
 
 
 @contextmanager
 def _bars(console: Console, plan: Sequence[PlannedRun]) -> Iterator[tuple[OnRound, OnEnd]]:
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("rounds"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True) as bars:
-        totals: dict[str, int] = {}
+    columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), "rounds")
+    times = (TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, *times, console=console, transient=True) as bars:
+        totals: Counter[str] = Counter()
         for planned in plan:
-            totals[planned.method.label] = totals.get(planned.method.label, 0) + planned.run.rounds
+            totals[planned.method.label] += planned.run.rounds
         bar_of = {
             label: bars.add_task(escape(printable(label)), total=total) for label, total in totals.items()
         }

@@ -22,7 +22,7 @@ from fadamgc.tasks.build import label_counts
 
 
 class Interrupted(FadamgcError):  # noqa: N818
-    """The user stopped the command; the message tells which runs are saved and how to continue."""
+    """The user stopped the command; the message says how many runs are saved and how to continue."""
 
 
 class Failure(NamedTuple):
@@ -44,19 +44,12 @@ class Runner:
         self.workers = (os.cpu_count() or 1) if workers is None else whole("workers", workers, 1)
         self.quiet = quiet
         self._tasks = TaskCache()
-        self._accepted: set[object] = set()
 
     def check(self, plan: Sequence[PlannedRun]) -> None:
-        """Refuse runs of one plan that cannot be executed; one seed per method is tried.
-
-        Runs that differ in their step sizes alone are checked once.
-        """
+        """Refuse runs that cannot be executed; one run per method is tried."""
         first: dict[str, PlannedRun] = {}  # by method
         for planned in plan:
             first.setdefault(planned.method.slug, planned)
-        new = {(slug, planned.task, planned.run, planned.validation) for slug, planned in first.items()}
-        if new <= self._accepted:
-            return
         console = Console(stderr=True, quiet=self.quiet)
         names = f"{len(first)} methods" if len(first) > 1 else plan[0].method.label
         tasks: dict[int, Task] = {}  # by seed
@@ -68,7 +61,6 @@ class Runner:
                 tell(f"checking {names} ...", console)
             space[slug] = dry_run(planned, tasks[planned.seed])
         self._check_disk(plan, space)
-        self._accepted |= new
         if self.workers > 1:
             self._tasks = TaskCache()  # the worker processes have their own
 
@@ -88,15 +80,15 @@ class Runner:
                 "make room, or give a folder on another disk"
             )
 
-    def execute(self, plan: Sequence[PlannedRun], done: int = 0) -> tuple[Failure, ...]:
-        """Execute runs with progress on stderr; ``done`` more are done already.
+    def execute(self, plan: Sequence[PlannedRun], resume: bool, done: int = 0) -> tuple[Failure, ...]:
+        """Execute runs, with ``resume`` only those that are not saved, with progress on stderr.
 
-        Raises:
-            Interrupted: the user pressed Ctrl-C.
+        ``done`` further runs of the same command are done already.
         """
-        failures: list[Failure] = []
         total = done + len(plan)
-        with display(plan, self.quiet, done) as shown:
+        plan = [planned for planned in plan if not (resume and is_done(planned, warn))]
+        failures: list[Failure] = []
+        with display(plan, self.quiet, total - len(plan)) as shown:
 
             def on_end(i: int, end: RunEnd) -> None:
                 if end.error is not None:
@@ -107,10 +99,8 @@ class Runner:
                 run_all(plan, self.workers, self._tasks, shown._replace(on_end=on_end))
             except KeyboardInterrupt:
                 saved = total - sum(planned.saved() is None for planned in plan)
-                raise Interrupted(
-                    f"stopped; {saved} of {total} runs are saved, and the same command with --resume "
-                    "continues"
-                ) from None
+                count = f"{saved} of {total} runs are saved"
+                raise Interrupted(f"stopped; {count}, and the same command with --resume continues") from None
         return tuple(failures)
 
 
@@ -136,18 +126,18 @@ def run_spec(
         resume: keep the saved runs in the folder that have the same settings.
         overwrite: remove the experiment in the folder.
         tuned: the step sizes may differ from those of the experiment in the folder.
-        runner: instead of ``workers`` and ``quiet``; it need not check again what it has checked.
+        runner: instead of ``workers`` and ``quiet``: a runner that has checked the runs.
 
     Returns:
         The runs that did not finish because a client's update was not finite.
     """
     folder = ExperimentFolder(out)
     plan = folder.plan(spec)
-    runner = runner or Runner(workers, quiet)
-    runner.check(plan)
+    if runner is None:
+        runner = Runner(workers, quiet)
+        runner.check(plan)
     open_folder(folder, spec, resume, overwrite, tuned)
-    todo = [planned for planned in plan if not (resume and is_done(planned, warn))]
-    return runner.execute(todo, done=len(plan) - len(todo))
+    return runner.execute(plan, resume)
 
 
 def open_folder(

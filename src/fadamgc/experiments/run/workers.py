@@ -60,15 +60,15 @@ def run_all(plan: Sequence[PlannedRun], workers: int, tasks: TaskCache, listener
     """Execute all runs. On an interrupt or an error the workers stop; runs that are saved by then stay."""
     count = min(workers, len(plan))
     groups = in_groups(plan, max(1, count))
-    if count <= 1:
-        with one_thread():
-            for group in groups:
-                on_round = partial(_tell, listener.on_round, group)
-                ends = execute([plan[i] for i in group], on_round, listener.warn, tasks)
-                for i, end in zip(group, ends, strict=True):
-                    listener.on_end(i, end)
-    else:
+    if count > 1:
         _run_in_processes(plan, groups, count, listener)
+        return
+    with one_thread():
+        for group in groups:
+            on_round = partial(_tell, listener.on_round, group)
+            ends = execute([plan[i] for i in group], on_round, listener.warn, tasks)
+            for i, end in zip(group, ends, strict=True):
+                listener.on_end(i, end)
 
 
 def _tell(on_round: OnRound, group: Sequence[int], i: int) -> bool:
