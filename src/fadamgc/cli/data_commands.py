@@ -9,13 +9,13 @@ import typer
 from rich.console import Console
 from rich.status import Status
 
-from fadamgc.cli.console import DataRoot, say, terminal, use_data
+from fadamgc.cli.console import DataRoot, argument, say, terminal, use_data
 from fadamgc.errors import InputError
 
 if TYPE_CHECKING:
     from fadamgc.data.sources import Source
 
-DataName = typer.Argument(help="Name of a data set.", show_default=False)
+DataName = argument("Name of a data set.")
 
 app = typer.Typer(
     no_args_is_help=True, rich_markup_mode="markdown", help="List, locate, check and download data sets."

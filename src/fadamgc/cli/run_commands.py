@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fadamgc.cli.console import DataRoot, say, use_data
+from fadamgc.cli.console import DataRoot, argument, option, say, use_data
 from fadamgc.cli.show_commands import show
 from fadamgc.errors import FadamgcError, InputError, whole
 
@@ -23,40 +23,26 @@ if TYPE_CHECKING:
 app = typer.Typer(rich_markup_mode="markdown")
 
 
-SpecFile = Annotated[Path, typer.Argument(help="The experiment, a TOML file.", show_default=False)]
+SpecFile = Annotated[Path, argument("The experiment, a TOML file.")]
 Out = Annotated[Path, typer.Option("--out", "-o", help="Folder to write to.")]
 OutOfSpec = Annotated[
-    Path | None,
-    typer.Option(
-        "--out", "-o", help="Folder to write to.", show_default="out/NAME, with the name in the spec"
-    ),
+    Path | None, option("Folder to write to.", "--out", "-o", default="out/NAME, with the name in the spec")
 ]
-Rounds = Annotated[
-    int | None, typer.Option(help="Number of rounds, instead of the spec's.", show_default=False)
-]
-Seed = Annotated[int | None, typer.Option(help="The first seed, instead of the spec's.", show_default=False)]
-SeedCount = Annotated[
-    int | None,
-    typer.Option("--seeds", help="Number of seeds, counted from the first one.", show_default=False),
-]
-Methods = Annotated[
-    str | None,
-    typer.Option(help="Run only these methods of the spec, separated by commas.", show_default=False),
-]
+Rounds = Annotated[int | None, option("Number of rounds, instead of the spec's.")]
+Seed = Annotated[int | None, option("The first seed, instead of the spec's.")]
+SeedCount = Annotated[int | None, option("Number of seeds, counted from the first one.", "--seeds")]
+Methods = Annotated[str | None, option("Run only these methods of the spec, separated by commas.")]
 Workers = Annotated[
-    int | None,
-    typer.Option(help="Number of processes; it does not change the results.", show_default="one per core"),
+    int | None, option("Number of processes; it does not change the results.", default="one per core")
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress, only the results.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Keep the finished runs in the folder and continue.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the experiment in the folder.")]
 Track = Annotated[
-    str,
-    typer.Option(help="Track the runs with tensorboard or mlflow, or both, separated by a comma."),
+    str, typer.Option(help="Track the runs with tensorboard or mlflow, or both, separated by a comma.")
 ]
 Tune = Annotated[
-    bool,
-    typer.Option("--tune", help="First choose the step sizes from the spec's grid; takes much longer."),
+    bool, typer.Option("--tune", help="First choose the step sizes from the spec's grid; takes much longer.")
 ]
 
 
@@ -137,18 +123,13 @@ def reproduce(
     ] = "laptop",
     tune: Annotated[
         bool | None,
-        typer.Option(
-            "--tune/--no-tune",
-            help="First choose the step sizes from the grid.",
-            show_default="only if the experiment has none",
-        ),
+        option("First choose the step sizes from the grid.", "--tune/--no-tune", default="if there are none"),
     ] = None,
     seeds: SeedCount = None,
     rounds: Rounds = None,
     methods: Methods = None,
     out: Annotated[
-        Path | None,
-        typer.Option("--out", "-o", help="Folder to write to.", show_default="out/NAME-SCALE"),
+        Path | None, option("Folder to write to.", "--out", "-o", default="out/NAME-SCALE")
     ] = None,
     workers: Workers = None,
     quiet: Quiet = False,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from fadamgc.cli.console import DataRoot, say, terminal, use_data
+from fadamgc.cli.console import DataRoot, argument, option, say, terminal, use_data
 from fadamgc.errors import InputError
 from fadamgc.escape import printable
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 # A command imports the rest when it runs, so that --help is quick.
 
 app = typer.Typer(rich_markup_mode="markdown")
+PLOT = Path("partition.png")
+price = partial(option, default="the spec's")
 
 
 @app.command()
@@ -33,32 +36,18 @@ def report(
     ],
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out",
-            "-o",
-            help="Folder to write to; the other folders are then only read.",
-            show_default="each folder itself; out/report for the common page",
+        option(
+            *("Folder to write to; the other folders are then only read.", "--out", "-o"),
+            default="each folder itself; out/report for the common page",
         ),
     ] = None,
-    down_mbps: Annotated[
-        float | None,
-        typer.Option(help="Link speed from the server to a client, in Mbps.", show_default="the spec's"),
-    ] = None,
-    up_mbps: Annotated[
-        float | None,
-        typer.Option(help="Link speed from a client to the server, in Mbps.", show_default="the spec's"),
-    ] = None,
-    seconds_per_step: Annotated[
-        float | None, typer.Option(help="Seconds per local step.", show_default="the spec's")
-    ] = None,
-    latency: Annotated[
-        float | None, typer.Option(help="Additional seconds per round.", show_default="the spec's")
-    ] = None,
+    down_mbps: Annotated[float | None, price("Link speed from the server to a client, in Mbps.")] = None,
+    up_mbps: Annotated[float | None, price("Link speed from a client to the server, in Mbps.")] = None,
+    seconds_per_step: Annotated[float | None, price("Seconds per local step.")] = None,
+    latency: Annotated[float | None, price("Additional seconds per round.")] = None,
     per_round: Annotated[
         Literal["mean", "slowest"] | None,
-        typer.Option(
-            help="Whether a round takes as long as its mean or its slowest client.", show_default="the spec's"
-        ),
+        price("Whether a round takes as long as its mean or its slowest client."),
     ] = None,
 ) -> None:
     """Make all tables, figures and the page again from saved runs, without running anything.
@@ -124,15 +113,10 @@ def _targets(folders: list[Path], out: Path | None) -> dict[Path, Path]:
 
 @app.command()
 def predict(
-    run: Annotated[Path, typer.Argument(help="A run on texts: OUT/runs/NAME.", show_default=False)],
-    text: Annotated[str, typer.Argument(help="The text to classify.", show_default=False)],
-    second: Annotated[
-        str | None, typer.Argument(help="The other text, if the data are pairs.", show_default=False)
-    ] = None,
-    base: Annotated[
-        str | None,
-        typer.Option(help="Folder of the base model.", show_default="as in the run"),
-    ] = None,
+    run: Annotated[Path, argument("A run on texts: OUT/runs/NAME.")],
+    text: Annotated[str, argument("The text to classify.")],
+    second: Annotated[str | None, argument("The other text, if the data are pairs.")] = None,
+    base: Annotated[str | None, option("Folder of the base model.", default="as in the run")] = None,
 ) -> None:
     """Classify a text with the result of a run: the most likely labels and their probabilities.
 
@@ -153,11 +137,8 @@ def predict(
 
 @app.command()
 def keep(
-    folder: Annotated[
-        Path,
-        typer.Argument(help="A folder that `compare`, `run` or `reproduce` has written.", show_default=False),
-    ],
-    to: Annotated[Path, typer.Argument(help="Folder to copy to.", show_default=False)],
+    folder: Annotated[Path, argument("A folder that `compare`, `run` or `reproduce` has written.")],
+    to: Annotated[Path, argument("Folder to copy to.")],
 ) -> None:
     """Copy the records, tables and figures of an experiment, without weights: small enough for git.
 
@@ -215,19 +196,14 @@ def partition(
         str, typer.Option("--partition", help="How samples are distributed: dirichlet, iid or shards.")
     ] = "dirichlet",
     alpha: Annotated[
-        float | None,
-        typer.Option(help="Concentration of dirichlet; small values give skewed labels.", show_default="0.1"),
+        float | None, option("Concentration of dirichlet; small values give skewed labels.", default="0.1")
     ] = None,
     min_size: Annotated[
-        int | None, typer.Option(help="Minimum of samples per client, for dirichlet.", show_default="1")
+        int | None, option("Minimum of samples per client, for dirichlet.", default="1")
     ] = None,
-    shards_per_client: Annotated[
-        int | None, typer.Option(help="Shards per client, for shards.", show_default="2")
-    ] = None,
+    shards_per_client: Annotated[int | None, option("Shards per client, for shards.", default="2")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the partition.")] = 0,
-    out: Annotated[Path, typer.Option("--out", "-o", help="File of the plot: .png, .svg or .pdf.")] = Path(
-        "partition.png"
-    ),
+    out: Annotated[Path, option("File of the plot: .png, .svg or .pdf.", "--out", "-o", default=True)] = PLOT,
     data_root: DataRoot = None,
 ) -> None:
     """Plot which client has which labels.

@@ -1,4 +1,4 @@
-"""One run of an experiment: what determines it, where it is saved, and how it is read back."""
+"""One run of an experiment: the settings that determine it, where it is saved, and how it is read back."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ class PlannedRun:
 
     @classmethod
     def of_saved(cls, run: Run, folder: Path) -> PlannedRun:
-        """Describe a saved run by its own settings, where no spec does.
+        """Describe a saved run by its settings, where there is no spec.
 
         Runs that another program saved (``Run.save``, a Flower server) have a custom task. Such a program may
-        tell in ``settings["report"]`` the ``label`` of the method and the ``measure``, the metric's name.
+        put the ``label`` of the method and the ``measure``, the metric's name, into ``settings["report"]``.
         """
         with sound(folder, "run"):
             settings = run.settings
@@ -96,9 +96,10 @@ class PlannedRun:
             "validation": self.validation,
         }
 
-    def labelled(self, run: Run) -> Run:
-        """Return the run with the identity of this plan in its settings."""
-        return replace(run, settings=run.settings | {IDENTITY: self.identity()})
+    def save(self, run: Run) -> None:
+        """Write the record of the finished run, with its identity."""
+        settings = run.settings | {IDENTITY: self.identity()}
+        replace(run, settings=settings).save(self.folder, states=False)
 
     def load(self) -> Run | None:
         """Read the saved run; None if there is none, or if the saved run has another identity.
@@ -122,7 +123,7 @@ class PlannedRun:
             return None
 
     def diverged(self) -> str | None:
-        """Tell why the run stopped, if an update of it was not finite."""
+        """Return why the run stopped, if one of its updates was not finite."""
         try:
             record = json.loads((self.folder / DIVERGED_RECORD).read_bytes())
         except (OSError, ValueError, RecursionError):
@@ -131,13 +132,13 @@ class PlannedRun:
         return str(record.get("error")) if same else None
 
     def save_diverged(self, error: str) -> None:
-        """Write down why the run stopped."""
+        """Write a record of why the run stopped."""
         self.folder.mkdir(parents=True, exist_ok=True)
         record = {IDENTITY: self.identity(), "error": error}
         write_atomic(self.folder / DIVERGED_RECORD, json.dumps(record).encode())
 
     def _is_identity(self, saved: object) -> bool:
-        """Compare a saved identity with this one; a spec has no key for a hyperparameter that is None."""
+        """Compare a saved identity with this one; hyperparameters that are None do not count."""
         return bool(_without_none(saved) == _without_none(self.identity()))
 
 

@@ -20,7 +20,6 @@ from fadamgc.experiments.report.numbers import (
     ReportedExperiment,
     Results,
     Row,
-    Spread,
     read_results,
 )
 from fadamgc.experiments.report.tables import (
@@ -52,16 +51,12 @@ LEVEL = 0.9  # a number of rounds below this share of another is called smaller
 
 
 def ahead(one: Row, other: Row, measure: str) -> int | None:
-    """Return -1 if ``one`` needs less to the target, 1 if ``other`` does, 0 if it is not clear.
-
-    None: neither reaches the target.
-    """
+    """Return -1 if ``one`` reaches the target first, 1 if ``other`` does, 0 if unclear, None if neither."""
     if not one.reached and not other.reached:
         return None
     if abs(one.reached - other.reached) >= 2 or not one.reached or not other.reached:
         return -1 if one.reached > other.reached else 1
-    a: Spread = getattr(one, measure)
-    b: Spread = getattr(other, measure)
+    a, b = getattr(one, measure), getattr(other, measure)
     error = math.hypot(a.std / math.sqrt(one.reached), b.std / math.sqrt(other.reached))
     if math.isnan(error) or abs(a.mean - b.mean) <= CLEAR * error:
         return 0
@@ -91,14 +86,12 @@ def agreement(paper: Mapping[str, float], rows: Sequence[Row], measure: str) -> 
 
 
 def _sentence(agreed: Agreement, measure: str) -> str:
-    text = (
+    pairs = "; ".join(f"{a} ahead of {b}" for a, b in agreed.opposite)
+    return (
         f"- **{measure.capitalize()}**: of {sum(map(len, agreed))} pairs of methods {len(agreed.same)} are "
         f"in the paper's order, {len(agreed.opposite)} in the opposite order, and {len(agreed.open)} "
-        "cannot be told apart here."
+        f"cannot be told apart here.{f' Opposite: {pairs}.' if pairs else ''}"
     )
-    if agreed.opposite:
-        text += " Opposite: " + "; ".join(f"{a} ahead of {b}" for a, b in agreed.opposite) + "."
-    return text
 
 
 def _next_to_paper(results: Results, published: PaperRow, key: Callable[[Row], str]) -> str:
@@ -116,9 +109,8 @@ def _next_to_paper(results: Results, published: PaperRow, key: Callable[[Row], s
         means = {label: mean for label, (mean, _) in paper.items()}
         sentences.append(_sentence(agreement(means, rows, measure), measure))
     lines.append(["final accuracy, here", *(final_cell(row, row.final, ".1%").text for row in rows)])
-    algorithms = [row.method.make() for row in rows]
-    steps = [f"{algorithm.eta_l:g}, {getattr(algorithm, 'eta_g', 1):g}" for algorithm in algorithms]
-    lines.append(["eta_l, eta_g, here", *steps])
+    steps = [(row.method.hyperparameter("eta_l"), row.method.hyperparameter("eta_g") or 1) for row in rows]
+    lines.append(["eta_l, eta_g, here", *(f"{eta_l:g}, {eta_g:g}" for eta_l, eta_g in steps)])
     labels = [row.method.label for row in rows]
     table = Table(["", *labels], text_rows(lines), "l" + "r" * len(labels))
     return table.to_markdown() + "\n" + "\n".join(sentences) + "\n"
@@ -218,18 +210,13 @@ def _theory(experiments: Sequence[ReportedExperiment]) -> list[Claim]:
     for experiment in experiments:
         if experiment.results.spec.task.data != "quadratics":
             continue
-        finals = {
-            row.method.label: math.inf if row.diverged else row.final.mean for row in experiment.results.rows
-        }
+        rows = experiment.results.rows
+        finals = {row.method.label: math.inf if row.diverged else row.final.mean for row in rows}
         text = ", ".join(f"{label} {value:.1e}" for label, value in finals.items())
         stall = min(value for label, value in finals.items() if not label.startswith("FAdamGC"))
-        claims.append(
-            Claim(
-                f"{experiment.name}: FAdamGC reaches the optimum, the others stall",
-                finals["FAdamGC"] < 1e-12 < 1e-9 < stall,
-                f"squared gradient norm at the end: {text}",
-            )
-        )
+        claim = f"{experiment.name}: FAdamGC reaches the optimum, the others stall"
+        holds = finals["FAdamGC"] < 1e-12 < 1e-9 < stall
+        claims.append(Claim(claim, holds, f"squared gradient norm at the end: {text}"))
     for group, method, slope in theory.speed_ups(theory.bounds(experiments)):
         if not group.startswith("Exact"):
             claim = f"{group}, {method}: falls at least as fast as 1/sqrt(n K)"
@@ -266,12 +253,8 @@ other.
 def page(root: Path, to: Path) -> str:
     """Render the page, with links relative to the file that it will be written to."""
     folders = [path for path in root.iterdir() if ExperimentFolder(path).has_spec or (path / STUDY).is_file()]
-
-    def place(folder: Path) -> tuple[int, str]:
-        return (ORDER.index(folder.name) if folder.name in ORDER else len(ORDER), folder.name)
-
     parts = [INTRODUCTION]
-    for folder in sorted(folders, key=place):
+    for folder in sorted(folders, key=lambda folder: ([*ORDER, folder.name].index(folder.name), folder.name)):
         link = os.path.relpath(folder, to.parent)
         study = read_study(folder)
         body = _experiment(folder, link) if study is None else _study(folder, study, link)

@@ -210,7 +210,7 @@ def _save(planned: PlannedRun, result: Run | NonFiniteError) -> RunEnd:
         assert isinstance(model, TextClassifier)
         planned.folder.mkdir(parents=True, exist_ok=True)
         model.save_adapter(planned.folder / ADAPTER)  # before the record, which marks the run as complete
-    planned.labelled(result).save(planned.folder, states=False)
+    planned.save(result)
     (planned.folder / DIVERGED_RECORD).unlink(missing_ok=True)  # of an earlier attempt
     shutil.rmtree(planned.folder / CHECKPOINT, ignore_errors=True)
     return RunEnd(len(result.history), result.history[-1].test_metric)

@@ -15,11 +15,12 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from functools import partial
-from itertools import groupby, pairwise
+from itertools import groupby
 from multiprocessing import connection, get_context, parent_process
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from fadamgc.errors import FadamgcError
@@ -50,9 +51,7 @@ def in_groups(plan: Sequence[PlannedRun], workers: int) -> list[list[int]]:
     groups: list[list[int]] = []
     for _, alike in groupby(range(len(plan)), key=lambda i: plan[i].method.algorithm):
         numbers = list(alike)
-        count = -(-len(numbers) // most)
-        bounds = [len(numbers) * g // count for g in range(count + 1)]
-        groups += [numbers[a:b] for a, b in pairwise(bounds)]
+        groups += [part.tolist() for part in np.array_split(numbers, -(-len(numbers) // most))]
     return groups
 
 
