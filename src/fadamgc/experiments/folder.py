@@ -133,17 +133,16 @@ class ExperimentFolder:
                     f"{key}={expected!r} in {first.folder.name}, {value!r} in {other.folder.name}; "
                     "give a folder for each"
                 )
+        methods = [planned.method for planned in plan]
         per_method = any(planned.run.tracked != first.run.tracked for planned in plan)
-        tracked = [planned.run.tracked if per_method else None for planned in plan]
-        pairs = zip(plan, tracked, strict=True)
-        methods = _distinct([planned.method.model_copy(update={"tracked": t}) for planned, t in pairs])
+        if per_method:
+            methods = [p.method.model_copy(update={"tracked": p.run.tracked}) for p in plan]
+        methods = _distinct(methods)
         report = saved[0].settings.get(REPORT, {})
         name = re.sub(r"[^\w .-]", "-", str(report.get("experiment", self.path.resolve().name)))
         title = report.get("title", f"{saved[0].settings['task']}, {first.task.clients} clients")
-        run = {
-            "seeds": tuple(dict.fromkeys(planned.seed for planned in plan)),
-            "tracked": None if per_method else first.run.tracked,
-        }
+        seeds = tuple(dict.fromkeys(planned.seed for planned in plan))
+        run = {"seeds": seeds, "tracked": None if per_method else first.run.tracked}
         tables = {
             "name": name.lstrip(" .-") or "experiment",
             "title": printable(str(title)),
@@ -216,13 +215,13 @@ class ExperimentFolder:
         old = load_spec(self.path / SPEC)
         free = {"seeds"} if spec.run.stop_at_target or old.run.stop_at_target else {"seeds", "target"}
         labels = [method.label for method in old.methods]
-        before, now = (_settings(of, free, labels, tuned) for of in (old, spec))
+        saved, new = (_settings(s, free, labels, tuned) for s in (old, spec))
         if not set(old.run.seeds) <= set(spec.run.seeds):
-            before["[run] seeds"], now["[run] seeds"] = list(old.run.seeds), list(spec.run.seeds)
-        for key, there, here in _differences(before, now):
+            saved["[run] seeds"], new["[run] seeds"] = list(old.run.seeds), list(spec.run.seeds)
+        for key, old_value, value in _differences(saved, new):
             raise InputError(
-                f"out={str(self.path)!r} has an experiment with other settings: {key}={there!r} there, "
-                f"{here!r} here; --overwrite replaces it, --out names another folder"
+                f"out={str(self.path)!r} has an experiment with other settings: {key}={old_value!r} there, "
+                f"{value!r} here; --overwrite replaces it, --out names another folder"
             )
 
 
@@ -247,17 +246,13 @@ def _is_leftover(name: str) -> bool:
 
 def _shared_settings(planned: PlannedRun) -> dict[str, Any]:
     """Return the settings that all runs of an experiment share."""
-    return {
-        **dict(planned.task),
-        **planned.run.model_dump(exclude={"seeds", "tracked"}),
-        **dict(planned.cost),
-    }
+    run = planned.run.model_dump(exclude={"seeds", "tracked"})
+    return {**dict(planned.task), **run, **dict(planned.cost)}
 
 
-def _differences(one: dict[str, Any], other: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+def _differences(a: dict[str, Any], b: dict[str, Any]) -> list[tuple[str, Any, Any]]:
     """List the keys whose values differ, with both values; a missing value is None."""
-    keys = [key for key in {**one, **other} if one.get(key) != other.get(key)]
-    return [(key, one.get(key), other.get(key)) for key in keys]
+    return [(key, a.get(key), b.get(key)) for key in {**a, **b} if a.get(key) != b.get(key)]
 
 
 def _distinct(methods: list[MethodSpec]) -> list[MethodSpec]:
@@ -266,11 +261,8 @@ def _distinct(methods: list[MethodSpec]) -> list[MethodSpec]:
     result = []
     for method, values in zip(methods, settings, strict=True):
         rivals = [s for m, s in zip(methods, settings, strict=True) if m.slug == method.slug]
-        differing = [
-            f"{key}={value!r}"
-            for key, value in values.items()
-            if any(rival.get(key) != value for rival in rivals)
-        ]
+        keys = [key for key in values if any(rival.get(key) != values[key] for rival in rivals)]
+        differing = [f"{key}={values[key]!r}" for key in keys]
         label = f"{method.label} ({', '.join(differing)})" if differing else method.label
         result.append(method.model_copy(update={"label": label}))
     return result

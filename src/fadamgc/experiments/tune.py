@@ -50,8 +50,11 @@ class Point:
     seeds: int = 1  # number of seeds with which it was tried
 
     def rank(self) -> tuple[float, ...]:
-        """Rank points: the smallest rank was tried longest, has the most seeds at the target, the fewest
-        rounds, the fewest diverged seeds, the best end."""
+        """Return the place in the order of choice, smallest first.
+
+        First come the points that were tried for the most rounds, then those with the most seeds at the
+        target, the fewest rounds to it, the fewest diverged seeds, the best metric at the end.
+        """
         final = math.inf if self.final is None else self.final * (-1 if self.goal == "max" else 1)
         rounds = math.inf if self.rounds is None else self.rounds
         return (-self.tried, -self.reached, rounds, self.diverged, final, self.eta_l, self.eta_g)

@@ -50,17 +50,20 @@ LEVEL = 0.9  # a number of rounds below this share of another is called smaller
 # Which of two methods is ahead.
 
 
-def ahead(one: Row, other: Row, measure: str) -> int | None:
-    """Return -1 if ``one`` reaches the target first, 1 if ``other`` does, 0 if unclear, None if neither."""
-    if not one.reached and not other.reached:
+def ahead(a: Row, b: Row, measure: str) -> int | None:
+    """Return -1 if ``a`` is ahead on the way to the target, 1 if ``b`` is, 0 if it is not clear.
+
+    None: neither reaches the target.
+    """
+    if not a.reached and not b.reached:
         return None
-    if abs(one.reached - other.reached) >= 2 or not one.reached or not other.reached:
-        return -1 if one.reached > other.reached else 1
-    a, b = getattr(one, measure), getattr(other, measure)
-    error = math.hypot(a.std / math.sqrt(one.reached), b.std / math.sqrt(other.reached))
-    if math.isnan(error) or abs(a.mean - b.mean) <= CLEAR * error:
+    if abs(a.reached - b.reached) >= 2 or not a.reached or not b.reached:
+        return -1 if a.reached > b.reached else 1
+    first, second = getattr(a, measure), getattr(b, measure)
+    error = math.hypot(first.std / math.sqrt(a.reached), second.std / math.sqrt(b.reached))
+    if math.isnan(error) or abs(first.mean - second.mean) <= CLEAR * error:
         return 0
-    return -1 if a.mean < b.mean else 1
+    return -1 if first.mean < second.mean else 1
 
 
 class Agreement(NamedTuple):
@@ -74,9 +77,9 @@ class Agreement(NamedTuple):
 def agreement(paper: Mapping[str, float], rows: Sequence[Row], measure: str) -> Agreement:
     """Compare the order of those pairs of methods that the paper has; ``paper``: means by label."""
     result = Agreement([], [], [])
-    for one, other in combinations([row for row in rows if row.method.label in paper], 2):
-        a, b = one.method.label, other.method.label
-        ours = ahead(one, other, measure)
+    for row, other in combinations([row for row in rows if row.method.label in paper], 2):
+        a, b = row.method.label, other.method.label
+        ours = ahead(row, other, measure)
         if not ours:
             result.open.append((a, b))
         else:

@@ -1,13 +1,13 @@
-"""The paper's experiments as studies: sets of specs under a name, at two scales.
+"""The paper's experiments as studies: named sets of specs, at two scales.
 
 A study is a TOML file with the sections of a spec and, in addition,
 
-- ``[laptop.*]`` and ``[paper.*]``: what differs between the scales; ``[paper.eta_l]`` and ``[paper.eta_g]``
-  have a step size per algorithm,
-- ``[[experiment]]``: one spec each, with what differs from the others; ``value`` is its place on the axis
-  of a figure. Without these tables the study is a single spec.
+- ``[laptop.*]`` and ``[paper.*]``: the settings in which the scales differ; ``[paper.eta_l]`` and
+  ``[paper.eta_g]`` have one step size per algorithm,
+- ``[[experiment]]``: the settings in which an experiment differs from the others; ``value`` is its place
+  on the axis of a figure. Without these tables the study is a single experiment,
 - ``[study]``: ``axis``, the title of that axis; ``tune_on``, the experiment whose step sizes all use; and
-  ``measures``, what tables and figure show.
+  ``measures``, which the tables and the figure show.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Study(SavedStudy):
         return sum(work[done:]) / sum(work[:done])
 
     def ordered(self) -> tuple[Member, ...]:
-        """Return the members; first the one whose step sizes the others use."""
+        """Return the members, first the member whose step sizes all others use."""
         return tuple(sorted(self.members, key=lambda member: member.name != self.tune_on))
 
 
@@ -152,7 +152,7 @@ def _study(tables: dict[str, Any], scale: str) -> Study:
 
 
 def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge tables into tables; ``every_method`` has keys for all methods; lists are replaced."""
+    """Merge changes into tables; a list replaces a list; the keys in ``every_method`` go into all methods."""
     result = dict(base)
     for key, value in changes.items():
         if key == "every_method":
@@ -185,7 +185,7 @@ def write_study(study: Study, folder: Path) -> None:
     old = read_study(folder)
     if old is not None and (old.name, old.scale) != (study.name, study.scale):
         raise InputError(
-            f"out={str(folder)!r} holds the study {old.name} at scale {old.scale}; give another folder"
+            f"out={str(folder)!r} has the study {old.name} at scale {old.scale}; give another folder"
         )
     write_files(folder, {STUDY: json.dumps(study.model_dump(by_alias=True), indent=1).encode()})
 
@@ -224,7 +224,7 @@ def write_study_report(
     folder = Path(folder)
     study = read_study(folder)
     if study is None:
-        raise InputError(f"folder={str(folder)!r} holds no {STUDY}; `fadamgc reproduce` writes one")
+        raise InputError(f"folder={str(folder)!r} has no {STUDY}; `fadamgc reproduce` writes one")
     experiments = read_members(folder, study, cost)
     to = folder if out is None else out
     return write_summary(to, experiments, study.title, study.axis, study.measures, bounds_files(experiments))
@@ -233,13 +233,13 @@ def write_study_report(
 def keep(folder: str | Path, to: str | Path) -> int:
     """Copy the records, tables and some figures of an experiment or a study; return the bytes written.
 
-    ``fadamgc report`` makes the rest again from the copy.
+    ``fadamgc report`` makes the other files again from the copy.
     """
     folder, to = Path(folder), Path(to)
     study = read_study(folder)
     if study is None and not ExperimentFolder(folder).has_experiment:
         raise InputError(
-            f"folder={str(folder)!r} holds no {SPEC} and no {STUDY}; run an experiment there first"
+            f"folder={str(folder)!r} has no {SPEC} and no {STUDY}; run an experiment there first"
         )
     paths = [path for name in KEPT if (path := folder / name).is_file()] + kept_files(folder)
     for member in () if study is None else study.members:

@@ -30,12 +30,7 @@ SHARES = "share of the client's samples"
 def label_figure(counts: npt.ArrayLike, title: str | None = None) -> Figure:
     """Draw client sizes above and label shares below: stacked bars, or a heatmap for more than 60 clients.
 
-    Args:
-        counts: samples per client and class, (clients, classes); see `Partition.counts`.
-        title: a line above the plot, for example the note of the partition.
-
-    >>> label_figure([[3, 1], [0, 5]], title="two clients").axes[0].get_ylabel()
-    'samples'
+    ``counts`` has the samples per client and class, (clients, classes).
     """
     table = np.asarray(counts)
     if table.ndim != 2 or not table.size:

@@ -67,7 +67,8 @@ def write_reports(
 ) -> list[Path]:
     """Write one page and one set of tables for the experiments in several folders."""
     experiments = [read_experiment(folder, cost) for folder in folders]
-    return write_summary(out, experiments, title or ", ".join(one.name for one in experiments))
+    names = ", ".join(experiment.name for experiment in experiments)
+    return write_summary(out, experiments, title or names)
 
 
 def write_summary(
@@ -78,15 +79,9 @@ def write_summary(
     measures: Sequence[str] = TO_TARGET,
     more: Mapping[str, bytes] | None = None,
 ) -> list[Path]:
-    """Write the tables and the page of several experiments.
+    """Write the tables and the page of several experiments, and a figure if they vary along an ``axis``.
 
-    Args:
-        folder: where to.
-        experiments: in the order of the tables.
-        title: of the page.
-        axis: what the experiments vary, where a figure shows it.
-        measures: of the tables and the figure.
-        more: further files.
+    ``more`` has further files that are written to the folder.
     """
     files = {
         "summary.csv": escape.csv_bytes(experiments_frame(experiments)),
@@ -122,9 +117,9 @@ def kept_files(folder: Path) -> list[Path]:
 
 
 def copy_files(folder: Path, to: Path, paths: Sequence[Path]) -> int:
-    """Copy files of a folder into another and return the bytes written; records are packed about six times.
+    """Copy files of a folder into another, records compressed; return the number of bytes written.
 
-    No link leads out of either folder.
+    A path that leads out of one of the folders is refused.
     """
     total = 0
     try:

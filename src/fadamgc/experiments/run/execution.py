@@ -46,7 +46,7 @@ from fadamgc.tree import leaves
 log = logging.getLogger("fadamgc")
 
 CHECKPOINT_EVERY = 25  # rounds that an interrupted run loses at the most
-CACHED = 1 / 8  # of the memory, for the tasks that all processes keep
+CACHED = 1 / 8  # share of the memory for the tasks that all processes together keep
 
 Warn = Callable[[str], object]  # shows a warning to the user
 
@@ -67,15 +67,11 @@ class RunEnd(NamedTuple):
 
 
 class Stopped(Exception):  # noqa: N818
-    """The user stops the command; runs that are not finished are not saved."""
+    """The user has stopped the command; runs that are not finished are not saved."""
 
 
 class TaskCache:
-    """The tasks of runs; those that fit into a part of the memory are built once.
-
-    Args:
-        processes: how many processes have such a cache.
-    """
+    """The tasks of runs; those that fit into this process's part of the memory are built once."""
 
     def __init__(self, processes: int = 1) -> None:
         self.limit = CACHED * (memory() or 0) / processes
@@ -87,9 +83,7 @@ class TaskCache:
         if key in self._tasks:
             return self._tasks[key][0]
         task = build_task(*key)
-        test = () if task.test_pair is None else task.test_pair
-        data = chain(test, *task.pairs)
-        size = _bytes([*task.model.parameters(), *task.model.buffers(), *data])
+        size = _bytes(chain(task.model.parameters(), task.model.buffers(), *task.pairs, task.test_pair or ()))
         while self._tasks and sum(s for _, s in self._tasks.values()) + size > self.limit:
             del self._tasks[next(iter(self._tasks))]
         if size <= self.limit:
@@ -102,7 +96,7 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def arguments(planned: PlannedRun, task: Task) -> dict[str, Any]:
-    """Return the arguments with which ``simulate`` makes a run."""
+    """Return the arguments of ``simulate`` for a run."""
     run = planned.run
     return {name: getattr(run, name) for name in SETTINGS if name in type(run).model_fields} | {
         "algorithm": planned.algorithm,
@@ -110,7 +104,7 @@ def arguments(planned: PlannedRun, task: Task) -> dict[str, Any]:
         "seed": planned.seed,
         "target": run.target if run.stop_at_target else None,
         "cost": planned.cost.model(),
-        "dtype": {"float32": torch.float32, "float64": torch.float64}[run.dtype],
+        "dtype": getattr(torch, run.dtype),
         "executor": run.executor,
     }
 

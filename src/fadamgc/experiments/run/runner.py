@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Console
+from rich.filesize import decimal as size
 
 from fadamgc.errors import FadamgcError, InputError, whole
 from fadamgc.experiments.folder import PARTITION, ExperimentFolder
@@ -17,7 +18,6 @@ from fadamgc.experiments.run.execution import DiskSpace, RunEnd, TaskCache, dry_
 from fadamgc.experiments.run.progress import display, tell, warn
 from fadamgc.experiments.run.workers import in_groups, run_all
 from fadamgc.experiments.spec.sections import Spec
-from fadamgc.task import Task
 from fadamgc.tasks.build import label_counts
 
 
@@ -33,12 +33,7 @@ class Failure(NamedTuple):
 
 
 class Runner:
-    """Checks and executes the runs of one command.
-
-    Args:
-        workers: processes; None is one per core.
-        quiet: show no progress.
-    """
+    """Checks and executes the runs of one command, in ``workers`` processes (None: one per core)."""
 
     def __init__(self, workers: int | None = None, quiet: bool = False) -> None:
         self.workers = (os.cpu_count() or 1) if workers is None else whole("workers", workers, 1)
@@ -46,21 +41,15 @@ class Runner:
         self._tasks = TaskCache()
 
     def check(self, plan: Sequence[PlannedRun]) -> None:
-        """Refuse runs that cannot be executed; one run per method is tried."""
-        first: dict[str, PlannedRun] = {}  # by method
+        """Refuse runs of one spec that cannot be executed; the first run of each method is tried."""
+        first: dict[str, PlannedRun] = {}  # by method; all of them have the first seed, and so the same task
         for planned in plan:
             first.setdefault(planned.method.slug, planned)
         console = Console(stderr=True, quiet=self.quiet)
-        names = f"{len(first)} methods" if len(first) > 1 else plan[0].method.label
-        tasks: dict[int, Task] = {}  # by seed
-        space: dict[str, DiskSpace] = {}
-        for slug, planned in first.items():
-            if planned.seed not in tasks:
-                tell(f"preparing {planned.task.data} ...", console)
-                tasks[planned.seed] = self._tasks.task(planned)
-                tell(f"checking {names} ...", console)
-            space[slug] = dry_run(planned, tasks[planned.seed])
-        self._check_disk(plan, space)
+        tell(f"preparing {plan[0].task.data} ...", console)
+        task = self._tasks.task(plan[0])
+        tell(f"checking {f'{len(first)} methods' if len(first) > 1 else plan[0].method.label} ...", console)
+        self._check_disk(plan, {slug: dry_run(planned, task) for slug, planned in first.items()})
         if self.workers > 1:
             self._tasks = TaskCache()  # the worker processes have their own
 
@@ -75,8 +64,8 @@ class Runner:
         disk = shutil.disk_usage(next(parent for parent in folder.parents if parent.exists()))
         if disk.total and need > disk.free:  # where there is no disk at all, writing will fail
             raise InputError(
-                f"out={str(folder.parent.parent)!r} is on a disk with {_size(disk.free)} free; the runs need "
-                f"about {_size(need)} ({_size(records)} to keep, the rest for checkpoints while they run): "
+                f"out={str(folder.parent.parent)!r} is on a disk with {size(disk.free)} free; the runs need "
+                f"about {size(need)} ({size(records)} to keep, the rest for checkpoints while they run): "
                 "make room, or give a folder on another disk"
             )
 
@@ -154,11 +143,3 @@ def open_folder(
         from fadamgc.experiments.report.label_plot import save_label_plot
 
         save_label_plot(labels.counts, folder.path / PARTITION, title=f"{labels.note} (seed {seed})")
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"
