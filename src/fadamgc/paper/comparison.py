@@ -15,23 +15,14 @@ from typing import NamedTuple
 
 from fadamgc.escape import markdown as escaped
 from fadamgc.experiments.folder import ExperimentFolder
+from fadamgc.experiments.report import tables
 from fadamgc.experiments.report.numbers import (
     TO_TARGET,
+    Experiments,
     ReportedExperiment,
     Results,
     Row,
     read_results,
-)
-from fadamgc.experiments.report.tables import (
-    DASH,
-    Cell,
-    Table,
-    caption,
-    final_cell,
-    results_markdown,
-    summary_markdown,
-    text_rows,
-    to_target,
 )
 from fadamgc.files import write_atomic
 from fadamgc.paper import theory
@@ -105,17 +96,17 @@ def _next_to_paper(results: Results, published: PaperRow, key: Callable[[Row], s
         numbers = getattr(published, measure)
         paper = {row.method.label: numbers[key(row)] for row in rows if key(row) in numbers}
         pairs = [paper.get(row.method.label) for row in rows]
-        theirs = [DASH if pair is None else f"{pair[0]:g} ± {pair[1]:g}" for pair in pairs]
+        theirs = [tables.DASH if pair is None else f"{pair[0]:g} ± {pair[1]:g}" for pair in pairs]
         lines.append([f"{measure} to {published.target:.0%}, paper", *theirs])
-        ours = [to_target(results, row, measure).text for row in rows]
+        ours = [tables.to_target(results, row, measure).text for row in rows]
         lines.append([f"{measure} to {results.target}, here", *ours])
         means = {label: mean for label, (mean, _) in paper.items()}
         sentences.append(_sentence(agreement(means, rows, measure), measure))
-    lines.append(["final accuracy, here", *(final_cell(row, row.final, ".1%").text for row in rows)])
+    lines.append(["final accuracy, here", *(tables.final_cell(row, row.final, ".1%").text for row in rows)])
     steps = [(row.method.hyperparameter("eta_l"), row.method.hyperparameter("eta_g") or 1) for row in rows]
     lines.append(["eta_l, eta_g, here", *(f"{eta_l:g}, {eta_g:g}" for eta_l, eta_g in steps)])
     labels = [row.method.label for row in rows]
-    table = Table(["", *labels], text_rows(lines), "l" + "r" * len(labels))
+    table = tables.Table(["", *labels], tables.text_rows(lines), "l" + "r" * len(labels))
     return table.to_markdown() + "\n" + "\n".join(sentences) + "\n"
 
 
@@ -131,9 +122,9 @@ class Claim(NamedTuple):
 
 
 def _claims_table(claims: Sequence[Claim]) -> str:
-    answers = {True: Cell("yes"), False: Cell("no", bold=True), None: Cell("not clear")}
-    lines = [[Cell(claim.paper), answers[claim.holds], Cell(claim.numbers)] for claim in claims]
-    return Table(["The paper", "Here", "Numbers"], lines, "lll").to_markdown()
+    answers = {True: tables.Cell("yes"), False: tables.Cell("no", bold=True), None: tables.Cell("not clear")}
+    lines = [[tables.Cell(claim.paper), answers[claim.holds], tables.Cell(claim.numbers)] for claim in claims]
+    return tables.Table(["The paper", "Here", "Numbers"], lines, "lll").to_markdown()
 
 
 def _row(experiment: ReportedExperiment, algorithm: str) -> Row | None:
@@ -146,9 +137,11 @@ def _ahead(
     """Claim that one algorithm is ahead of another."""
     a, b = _row(experiment, one), _row(experiment, other)
     if a is None or b is None:
-        return Claim(claim, None, DASH)
+        return Claim(claim, None, tables.DASH)
     order = ahead(a, b, measure)
-    cells = [f"{row.method.label} {to_target(experiment.results, row, measure).text}" for row in (a, b)]
+    cells = [
+        f"{row.method.label} {tables.to_target(experiment.results, row, measure).text}" for row in (a, b)
+    ]
     return Claim(claim, None if not order else order < 0, place + " and ".join(cells))
 
 
@@ -158,7 +151,7 @@ def _ratio(experiment: ReportedExperiment, one: str, other: str) -> float:
     return math.nan if a is None or b is None else a.rounds.mean / b.rounds.mean
 
 
-def _heterogeneity(experiments: Sequence[ReportedExperiment]) -> list[Claim]:
+def _heterogeneity(experiments: Experiments) -> list[Claim]:
     most, least = experiments[0], experiments[-1]
     gaps = [_ratio(experiment, "local_adam", "fadamgc") for experiment in (most, least)]
     known = not any(map(math.isnan, gaps))
@@ -175,7 +168,7 @@ def _heterogeneity(experiments: Sequence[ReportedExperiment]) -> list[Claim]:
     ]
 
 
-def _tracking(experiments: Sequence[ReportedExperiment]) -> list[Claim]:
+def _tracking(experiments: Experiments) -> list[Claim]:
     claims = []
     for group in dict.fromkeys(experiment.group for experiment in experiments):
         members = sorted((e for e in experiments if e.group == group), key=lambda e: e.value or 0)
@@ -200,7 +193,7 @@ def _tracking(experiments: Sequence[ReportedExperiment]) -> list[Claim]:
     return claims
 
 
-def _participation(experiments: Sequence[ReportedExperiment]) -> list[Claim]:
+def _participation(experiments: Experiments) -> list[Claim]:
     return [
         _ahead(f"{e.name}: FAdamGC is ahead of {other}", e, "fadamgc", algorithm, "rounds")
         for e in experiments
@@ -208,7 +201,7 @@ def _participation(experiments: Sequence[ReportedExperiment]) -> list[Claim]:
     ]
 
 
-def _theory(experiments: Sequence[ReportedExperiment]) -> list[Claim]:
+def _theory(experiments: Experiments) -> list[Claim]:
     claims = []
     for experiment in experiments:
         if experiment.results.spec.task.data != "quadratics":
@@ -227,7 +220,7 @@ def _theory(experiments: Sequence[ReportedExperiment]) -> list[Claim]:
     return claims
 
 
-CLAIMS: dict[str, Callable[[Sequence[ReportedExperiment]], list[Claim]]] = {
+CLAIMS: dict[str, Callable[[Experiments], list[Claim]]] = {
     "heterogeneity": _heterogeneity,
     "tracking": _tracking,
     "participation": _participation,
@@ -270,11 +263,11 @@ def page(root: Path, to: Path) -> str:
 
 def _experiment(folder: Path, link: str) -> str:
     results = read_results(folder)
-    parts = [f"{escaped(caption(results))}. {_setting(results)} ([records]({link}))\n"]
+    parts = [f"{escaped(tables.caption(results))}. {_setting(results)} ([records]({link}))\n"]
     if folder.name in MAIN:
         parts.append(_next_to_paper(results, MAIN[folder.name], lambda row: row.method.algorithm))
     else:
-        parts.append("Not in the paper.\n\n" + results_markdown(results))
+        parts.append("Not in the paper.\n\n" + tables.results_markdown(results))
     parts.append(f"![Accuracy over rounds and minutes]({link}/curves.png)\n")
     return "\n".join(parts)
 
@@ -288,7 +281,7 @@ def _study(folder: Path, study: SavedStudy, link: str) -> str:
             table = _next_to_paper(experiment.results, BETA2[experiment.name], lambda row: row.method.label)
             parts.append(f"### {escaped(experiment.name)}\n\n{table}")
     else:
-        parts.append(summary_markdown(experiments, study.measures))
+        parts.append(tables.summary_markdown(experiments, study.measures))
     if study.name in CLAIMS:
         parts.append(_claims_table(CLAIMS[study.name](experiments)))
     if study.axis is not None:

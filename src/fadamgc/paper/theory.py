@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from fadamgc.escape import csv_bytes, printable
-from fadamgc.experiments.report.numbers import ReportedExperiment, Spread, mean_of
+from fadamgc.experiments.report.numbers import Experiments, Spread, mean_of
 from fadamgc.experiments.report.plots import colour, image_files, tidy
 from fadamgc.experiments.report.tables import DIVERGED, Table, text_rows
 from fadamgc.experiments.spec.sections import MethodSpec, Spec
@@ -117,7 +117,7 @@ def bound(c: Constants, method: MethodSpec, n: int, K: int, T: int) -> tuple[str
     return "|grad f|^2", 2 * leading, (c.L * c.F + moments + drift) / T
 
 
-def bounds(experiments: Sequence[ReportedExperiment]) -> list[Bound]:
+def bounds(experiments: Experiments) -> list[Bound]:
     """Compare theorems with the runs of experiments whose metric is the squared norm of the gradient."""
     lines = []
     for experiment in experiments:
@@ -200,7 +200,7 @@ def bounds_figure(lines: Sequence[Bound]) -> Figure:
     return figure
 
 
-def bounds_files(experiments: Sequence[ReportedExperiment]) -> dict[str, bytes]:
+def bounds_files(experiments: Experiments) -> dict[str, bytes]:
     """Render bounds.csv, bounds.md and the figure; nothing where no theorem applies."""
     lines = bounds(experiments)
     if not lines:

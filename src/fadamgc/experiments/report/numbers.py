@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from fadamgc.errors import InputError
 from fadamgc.experiments.folder import ExperimentFolder, SavedExperiment
@@ -266,19 +266,22 @@ class ReportedExperiment(NamedTuple):
     label_plot: bytes | None = None  # PNG
 
 
-def method_labels(experiments: Sequence[ReportedExperiment]) -> list[str]:
+Experiments: TypeAlias = Sequence[ReportedExperiment]
+
+
+def method_labels(experiments: Experiments) -> list[str]:
     """List the labels of all methods in the order of their first appearance."""
     return list(dict.fromkeys(label for experiment in experiments for label in experiment.results.runs))
 
 
-def measure_title(experiments: Sequence[ReportedExperiment], measure: str) -> str:
+def measure_title(experiments: Experiments, measure: str) -> str:
     """Return the title of a measure."""
     metrics = list(dict.fromkeys(experiment.results.spec.task.metric for experiment in experiments))
     title = MEASURES[measure].format(metric=" or ".join(metrics))
     return title[0].upper() + title[1:]
 
 
-def experiments_frame(experiments: Sequence[ReportedExperiment]) -> pd.DataFrame:
+def experiments_frame(experiments: Experiments) -> pd.DataFrame:
     """Tabulate several experiments, one row per experiment and method, as in ``summary.csv``."""
     import pandas as pd
 

@@ -11,7 +11,6 @@ import functools
 import json
 import math
 from collections import Counter
-from collections.abc import Sequence
 from importlib import resources
 from itertools import accumulate
 from statistics import median
@@ -20,7 +19,7 @@ from typing import Any
 import jinja2
 
 from fadamgc.escape import printable
-from fadamgc.experiments.report.numbers import ReportedExperiment, Results
+from fadamgc.experiments.report.numbers import Experiments, ReportedExperiment, Results
 from fadamgc.experiments.report.plots import colour
 from fadamgc.experiments.report.tables import extent, legend, pricing, results_table
 from fadamgc.federation.cost import PerClient
@@ -36,7 +35,7 @@ SLIDERS = (  # field of the cost model, text, unit, powers of ten from, to
 )
 
 
-def page(title: str, experiments: Sequence[ReportedExperiment]) -> str:
+def page(title: str, experiments: Experiments) -> str:
     """Render the page of one or several experiments."""
     from plotly.offline import get_plotlyjs
 

@@ -11,13 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from fadamgc.escape import printable
-from fadamgc.experiments.report.numbers import (
-    TO_TARGET,
-    ReportedExperiment,
-    Results,
-    measure_title,
-    method_labels,
-)
+from fadamgc.experiments.report.numbers import TO_TARGET, Experiments, Results, measure_title, method_labels
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -122,7 +116,7 @@ def _draw_curves(panel: Axes, results: Results, averages: Mapping[str, pd.DataFr
 
 
 def summary_figure(
-    experiments: Sequence[ReportedExperiment], axis: str, title: str, measures: Sequence[str] = TO_TARGET
+    experiments: Experiments, axis: str, title: str, measures: Sequence[str] = TO_TARGET
 ) -> Figure:
     """Draw measures over the axis of several experiments, one row of panels per group."""
     from matplotlib.figure import Figure
@@ -142,9 +136,7 @@ def summary_figure(
     return figure
 
 
-def _draw_measure(
-    panel: Axes, experiments: Sequence[ReportedExperiment], labels: Sequence[str], measure: str
-) -> None:
+def _draw_measure(panel: Axes, experiments: Experiments, labels: Sequence[str], measure: str) -> None:
     positive = False  # whether a mean is above 0
     for number, label in enumerate(labels):
         points = sorted(

@@ -11,15 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fadamgc import escape
 from fadamgc.escape import printable
-from fadamgc.experiments.report.numbers import (
-    TO_TARGET,
-    ReportedExperiment,
-    Results,
-    Row,
-    Spread,
-    measure_title,
-    method_labels,
-)
+from fadamgc.experiments.report import numbers
+from fadamgc.experiments.report.numbers import TO_TARGET, Experiments, Results, Row, Spread
 
 if TYPE_CHECKING:
     import rich.table
@@ -245,15 +238,13 @@ def _range(value: float | tuple[float, ...]) -> str:
 # Several experiments, in the shape of the paper's tables.
 
 
-def summary_table(
-    experiments: Sequence[ReportedExperiment], measure: str, precise_minutes: bool = False
-) -> Table:
+def summary_table(experiments: Experiments, measure: str, precise_minutes: bool = False) -> Table:
     """Tabulate a measure, one row per experiment and one column per method.
 
     Only a method that reached the target with every seed can be the best; or that finished with every seed,
     where the measure is the metric. ``precise_minutes``: with the digits of ``results_table``.
     """
-    labels = method_labels(experiments)
+    labels = numbers.method_labels(experiments)
     lines = []
     for experiment in experiments:
         results, form = experiment.results, ".1f"
@@ -262,7 +253,7 @@ def summary_table(
         show = functools.partial(to_target, form=form) if measure in TO_TARGET else _metric_cell
         cells = {row.method.label: show(results, row, measure) for row in results.rows}
         lines.append([Cell(experiment.name), *(cells.get(label, Cell(DASH)) for label in labels)])
-    return Table([measure_title(experiments, measure), *labels], lines, "l" + "r" * len(labels))
+    return Table([numbers.measure_title(experiments, measure), *labels], lines, "l" + "r" * len(labels))
 
 
 def _metric_cell(results: Results, row: Row, measure: str) -> Cell:
@@ -278,7 +269,7 @@ def _metric_cell(results: Results, row: Row, measure: str) -> Cell:
     return number(spread, ".1%" if results.accuracy else ".2e", note, bold)
 
 
-def summary_markdown(experiments: Sequence[ReportedExperiment], measures: Sequence[str] = TO_TARGET) -> str:
+def summary_markdown(experiments: Experiments, measures: Sequence[str] = TO_TARGET) -> str:
     """Render the tables of several experiments in Markdown, with a legend."""
     tables = [summary_table(experiments, measure).to_markdown() for measure in measures]
     did = "reached the target" if set(measures) <= set(TO_TARGET) else "finished"
@@ -291,9 +282,7 @@ def summary_markdown(experiments: Sequence[ReportedExperiment], measures: Sequen
 
 
 def summary_latex(
-    experiments: Sequence[ReportedExperiment],
-    measures: Sequence[str] = TO_TARGET,
-    precise_minutes: bool = False,
+    experiments: Experiments, measures: Sequence[str] = TO_TARGET, precise_minutes: bool = False
 ) -> str:
     """Render the tables of several experiments as one LaTeX tabular."""
     lines = []
@@ -301,5 +290,5 @@ def summary_latex(
         table = summary_table(experiments, measure, precise_minutes)
         titles = [table.header[0]] + [""] * (len(table.rows) - 1)
         lines += [[Cell(title), *row] for title, row in zip(titles, table.rows, strict=True)]
-    labels = method_labels(experiments)
+    labels = numbers.method_labels(experiments)
     return Table(["Measure", "Data", *labels], lines, "ll" + "c" * len(labels)).to_latex(len(experiments))

@@ -10,16 +10,8 @@ from fadamgc import escape
 from fadamgc.errors import InputError
 from fadamgc.experiments.folder import PARTITION, RUNS, SPEC, TUNED_SPEC, TUNING_TABLE
 from fadamgc.experiments.planned_run import DIVERGED_RECORD, RECORDS
-from fadamgc.experiments.report.numbers import (
-    TO_TARGET,
-    ReportedExperiment,
-    Results,
-    curves,
-    experiments_frame,
-    mean_curves,
-    read_results,
-    summary_frame,
-)
+from fadamgc.experiments.report import numbers
+from fadamgc.experiments.report.numbers import TO_TARGET, Experiments, ReportedExperiment, Results
 from fadamgc.experiments.report.page import page
 from fadamgc.experiments.report.plots import curves_figure, image_files, summary_figure
 from fadamgc.experiments.report.tables import results_markdown, summary_latex, summary_markdown
@@ -38,10 +30,10 @@ def write_report(folder: str | Path, cost: CostModel | None = None, out: str | P
     experiment = read_experiment(folder, cost)
     results = experiment.results
     by_name = experiment._replace(name=results.spec.name)
-    rounds = curves(results)
-    averages = mean_curves(results, rounds)
+    rounds = numbers.curves(results)
+    averages = numbers.mean_curves(results, rounds)
     files = {
-        "results.csv": escape.csv_bytes(summary_frame(results)),
+        "results.csv": escape.csv_bytes(numbers.summary_frame(results)),
         "results.md": results_markdown(results).encode(),
         "results.tex": summary_latex([by_name], (*TO_TARGET, "final"), precise_minutes=True).encode(),
         "curves.csv": escape.csv_bytes(rounds),
@@ -58,7 +50,7 @@ def write_report(folder: str | Path, cost: CostModel | None = None, out: str | P
 
 def read_experiment(folder: str | Path, cost: CostModel | None = None) -> ReportedExperiment:
     """Read the experiment in a folder, under its title, with the plot of its labels."""
-    results, plot = read_results(folder, cost), Path(folder) / PARTITION
+    results, plot = numbers.read_results(folder, cost), Path(folder) / PARTITION
     return ReportedExperiment(results.title, results, label_plot=plot.read_bytes() if plot.exists() else None)
 
 
@@ -73,7 +65,7 @@ def write_reports(
 
 def write_summary(
     folder: str | Path,
-    experiments: Sequence[ReportedExperiment],
+    experiments: Experiments,
     title: str,
     axis: str | None = None,
     measures: Sequence[str] = TO_TARGET,
@@ -84,7 +76,7 @@ def write_summary(
     ``more`` has further files that are written to the folder.
     """
     files = {
-        "summary.csv": escape.csv_bytes(experiments_frame(experiments)),
+        "summary.csv": escape.csv_bytes(numbers.experiments_frame(experiments)),
         "summary.md": f"# {escape.markdown(title)}\n\n{summary_markdown(experiments, measures)}".encode(),
         "summary.tex": summary_latex(experiments, measures).encode(),
     }

@@ -129,13 +129,13 @@ def share_compiled_code() -> None:
 
 def execute(
     plan: Sequence[PlannedRun],
-    on_round: Callable[[int], bool],
+    on_round: Callable[[int], object],
     warn: Warn = log.warning,
     tasks: TaskCache | None = None,
 ) -> list[RunEnd]:
     """Execute runs of one method together, and save each as soon as it has ended.
 
-    ``on_round`` is called after each round with the number of its run, and returns whether to stop.
+    ``on_round`` is called after each round with the number of the run; if it returns True, the runs stop.
     """
     tasks = tasks or TaskCache()
     ends: dict[int, RunEnd] = {}
