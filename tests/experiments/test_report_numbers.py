@@ -10,7 +10,7 @@ import statistics
 
 import pytest
 
-from fadamgc import CostModel, InputError
+from fadamgc import InputError
 from fadamgc.experiments.report.numbers import Spread, read_results, summary_frame
 from fadamgc.experiments.report.tables import results_markdown, results_table
 from fadamgc.experiments.report.write import write_report
@@ -87,7 +87,7 @@ def test_the_spread_is_the_sample_standard_deviation():
 
 
 def test_a_report_can_be_priced_again_without_running(done):
-    cheap = CostModel(down_mbps=math.inf, up_mbps=math.inf, seconds_per_step=60.0)
+    cheap = {"down_mbps": math.inf, "up_mbps": math.inf, "seconds_per_step": 60.0, "latency": 0.0}
     row = summary_frame(read_results(done, cheap)).set_index("method").loc["FAdamGC (all tracked)"]
     assert row["minutes_mean"] == pytest.approx(4 * row["rounds_mean"])
 

@@ -52,9 +52,9 @@ def report(
 ) -> None:
     """Make all tables, figures and the page again from saved runs, without running anything.
 
-    The options price the same runs for other links and devices. Several folders also get one page and one
-    table together. The folder of a study stands for all its experiments. With --out, the folders are not
-    changed, and each of several experiments gets a folder with its name there.
+    The options price the same runs for other links and devices. Several folders also get one common page
+    with common tables. The folder of a study means all experiments of the study. With --out, the folders are
+    only read, and each of several experiments gets a folder with its name inside the given folder.
 
     Examples:
 
@@ -75,25 +75,17 @@ def report(
             targets[folder] = target
         else:
             targets |= {path: target / path.name for path in inside}
-    options = {
-        "down_mbps": down_mbps,
-        "up_mbps": up_mbps,
-        "seconds_per_step": seconds_per_step,
-        "latency": latency,
-        "per_round": per_round,
-    }
-    cost = None
+    links = {"down_mbps": down_mbps, "up_mbps": up_mbps, "latency": latency}
+    cost = links | {"seconds_per_step": seconds_per_step, "per_round": per_round}
     for folder, target in targets.items():
-        cost = ExperimentFolder(folder).read_spec().replace("cost", **options).cost.model()
         show(write_report(folder, cost, None if out is None else target), target)
-    common_cost = cost if any(value is not None for value in options.values()) else None
     for folder, target in targets_of_arguments.items():
         if read_study(folder) is not None:
-            for path in write_study_report(folder, common_cost, target):
+            for path in write_study_report(folder, cost, target):
                 say(str(path))
     if len(folders) > 1 or (len(targets) > 1 and read_study(folders[0]) is None):
         common = out or Path("out/report")
-        write_reports(list(targets), common, common_cost)
+        write_reports(targets, common, cost)
         print(printable(common / "report.html"))
 
 

@@ -73,12 +73,8 @@ class ExperimentFolder:
 
     # Reading.
 
-    def read_spec(self) -> Spec:
-        """Read the spec, or derive it from the saved runs."""
-        return self.read_plan()[0]
-
     def read_plan(self) -> tuple[Spec, list[PlannedRun]]:
-        """Read the spec and list its runs, saved or not."""
+        """Read the spec, or derive it from the saved runs, and list its runs, saved or not."""
         if self.has_spec:
             spec = load_spec(self.path / SPEC)
             return spec, self.plan(spec)

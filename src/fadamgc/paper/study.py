@@ -33,7 +33,6 @@ from fadamgc.experiments.report.write import (
 )
 from fadamgc.experiments.spec.sections import STEPS, Spec, folder_name
 from fadamgc.experiments.spec.toml_io import PRESETS, naming, spec_of, toml_files, unknown
-from fadamgc.federation.cost import CostModel
 from fadamgc.paper.theory import bounds_files
 from fadamgc.toml import parse_toml
 
@@ -206,7 +205,7 @@ def read_study(folder: Path) -> SavedStudy | None:
     return study
 
 
-def read_members(folder: Path, study: SavedStudy, cost: CostModel | None = None) -> list[ReportedExperiment]:
+def read_members(folder: Path, study: SavedStudy, cost: Mapping[str, Any] = {}) -> list[ReportedExperiment]:
     """Read those experiments of a study that have run."""
     return [
         read_experiment(folder / member.folder, cost)._replace(
@@ -218,7 +217,7 @@ def read_members(folder: Path, study: SavedStudy, cost: CostModel | None = None)
 
 
 def write_study_report(
-    folder: str | Path, cost: CostModel | None = None, out: str | Path | None = None
+    folder: str | Path, cost: Mapping[str, Any] = {}, out: str | Path | None = None
 ) -> list[Path]:
     """Write the tables, figures and page of a study into its folder, or into another."""
     folder = Path(folder)

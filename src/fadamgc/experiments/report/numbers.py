@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from fadamgc.errors import InputError
 from fadamgc.experiments.folder import ExperimentFolder, SavedExperiment
@@ -164,12 +164,12 @@ class Results(SavedExperiment):
         ]
 
 
-def read_results(folder: str | Path, cost: CostModel | None = None) -> Results:
-    """Read the saved runs of a folder, priced by the cost model of the spec or by another."""
+def read_results(folder: str | Path, cost: Mapping[str, Any] = {}) -> Results:
+    """Read the saved runs of a folder, priced by its spec; ``cost`` replaces values of [cost]."""
     saved = ExperimentFolder(folder).load()
-    spec = saved.spec if cost is None else saved.spec.replace("cost", **asdict(cost))
-    cost = spec.cost.model()
-    runs = {label: [run.reprice(cost) for run in runs] for label, runs in saved.runs.items()}
+    spec = saved.spec.replace("cost", **cost)
+    model = spec.cost.model()
+    runs = {label: [run.reprice(model) for run in runs] for label, runs in saved.runs.items()}
     return Results(spec, runs, saved.diverged, saved.damaged)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gzip
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from fadamgc import escape
 from fadamgc.errors import InputError
@@ -15,7 +16,6 @@ from fadamgc.experiments.report.numbers import TO_TARGET, Experiments, ReportedE
 from fadamgc.experiments.report.page import page
 from fadamgc.experiments.report.plots import curves_figure, image_files, summary_figure
 from fadamgc.experiments.report.tables import results_markdown, summary_latex, summary_markdown
-from fadamgc.federation.cost import CostModel
 from fadamgc.files import write_atomic
 
 # The files of an experiment that ``keep`` copies: records, tables and a few figures; no weights, no page.
@@ -25,8 +25,11 @@ KEPT = (
 )
 
 
-def write_report(folder: str | Path, cost: CostModel | None = None, out: str | Path | None = None) -> Results:
-    """Write all tables, figures and the page of an experiment into its folder, or into another."""
+def write_report(folder: str | Path, cost: Mapping[str, Any] = {}, out: str | Path | None = None) -> Results:
+    """Write all tables, figures and the page of an experiment into its folder, or into ``out``.
+
+    ``cost`` has values that replace those of [cost] in the spec.
+    """
     experiment = read_experiment(folder, cost)
     results = experiment.results
     by_name = experiment._replace(name=results.spec.name)
@@ -48,19 +51,16 @@ def write_report(folder: str | Path, cost: CostModel | None = None, out: str | P
     return results
 
 
-def read_experiment(folder: str | Path, cost: CostModel | None = None) -> ReportedExperiment:
+def read_experiment(folder: str | Path, cost: Mapping[str, Any] = {}) -> ReportedExperiment:
     """Read the experiment in a folder, under its title, with the plot of its labels."""
     results, plot = numbers.read_results(folder, cost), Path(folder) / PARTITION
     return ReportedExperiment(results.title, results, label_plot=plot.read_bytes() if plot.exists() else None)
 
 
-def write_reports(
-    folders: Sequence[str | Path], out: str | Path, cost: CostModel | None = None, title: str | None = None
-) -> list[Path]:
+def write_reports(folders: Iterable[str | Path], out: str | Path, cost: Mapping[str, Any] = {}) -> list[Path]:
     """Write one page and one set of tables for the experiments in several folders."""
     experiments = [read_experiment(folder, cost) for folder in folders]
-    names = ", ".join(experiment.name for experiment in experiments)
-    return write_summary(out, experiments, title or names)
+    return write_summary(out, experiments, title=", ".join(experiment.name for experiment in experiments))
 
 
 def write_summary(
