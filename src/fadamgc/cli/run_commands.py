@@ -36,7 +36,7 @@ Workers = Annotated[
     int | None, option("Number of processes; it does not change the results.", default="one per core")
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress, only the results.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Keep the finished runs in the folder and continue.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Keep finished runs in the folder and run the rest.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the experiment in the folder.")]
 Track = Annotated[
     str, typer.Option(help="Track the runs with tensorboard or mlflow, or both, separated by a comma.")
@@ -112,7 +112,8 @@ def run(
 
     _prepare(data_root, track)
     experiment = _adjusted(load_spec(spec), seed, seeds, rounds, methods)
-    _run_and_report(experiment, _folder(out, experiment), tune, workers, quiet, resume, overwrite)
+    folder = out or Path("out", experiment.name)
+    _run_and_report(experiment, folder, tune, workers, quiet, resume, overwrite)
 
 
 @app.command()
@@ -202,7 +203,7 @@ def tune(
 
     use_data(data_root)
     experiment = _adjusted(load_spec(spec), None, None, None, methods)
-    folder = ExperimentFolder(_folder(out, experiment))
+    folder = ExperimentFolder(out or Path("out", experiment.name))
     runner = Runner(workers, quiet)
     runner.check(tuning_plan(experiment, folder.path))
     with folder.lock():
@@ -216,10 +217,6 @@ def _prepare(data_root: Path | None, trackers: str) -> None:
         from fadamgc.trackers import track_with
 
         track_with(trackers)
-
-
-def _folder(out: Path | None, spec: Spec) -> Path:
-    return out or Path("out") / Path(spec.name).name
 
 
 def _adjusted(

@@ -1,4 +1,4 @@
-"""One page with all results of a folder next to the paper's: where the order of methods agrees, where not.
+"""One page with all results of a folder next to the paper's, and where the order of the methods agrees.
 
 python -m fadamgc.paper.comparison results docs/results.md
 """
@@ -66,7 +66,7 @@ class Agreement(NamedTuple):
 
 
 def agreement(paper: Mapping[str, float], rows: Sequence[Row], measure: str) -> Agreement:
-    """Compare the order of those pairs of methods that the paper has; ``paper``: means by label."""
+    """Compare the order of all pairs of methods that are in the paper; ``paper``: its means by label."""
     result = Agreement([], [], [])
     for row, other in combinations([row for row in rows if row.method.label in paper], 2):
         a, b = row.method.label, other.method.label
@@ -89,7 +89,7 @@ def _sentence(agreed: Agreement, measure: str) -> str:
 
 
 def _next_to_paper(results: Results, published: PaperRow, key: Callable[[Row], str]) -> str:
-    """Tabulate the paper's numbers and ours, and compare the orders; ``key``: a method's name there."""
+    """Tabulate the paper's numbers and ours, and compare orders; ``key``: a method's name in the paper."""
     rows = results.rows
     lines, sentences = [], []
     for measure in TO_TARGET:
@@ -132,22 +132,20 @@ def _row(experiment: ReportedExperiment, algorithm: str) -> Row | None:
 
 
 def _ahead(
-    claim: str, experiment: ReportedExperiment, one: str, other: str, measure: str, place: str = ""
+    claim: str, experiment: ReportedExperiment, first: str, second: str, measure: str, place: str = ""
 ) -> Claim:
-    """Claim that one algorithm is ahead of another."""
-    a, b = _row(experiment, one), _row(experiment, other)
+    """Claim that the first algorithm is ahead of the second."""
+    results, a, b = experiment.results, _row(experiment, first), _row(experiment, second)
     if a is None or b is None:
         return Claim(claim, None, tables.DASH)
     order = ahead(a, b, measure)
-    cells = [
-        f"{row.method.label} {tables.to_target(experiment.results, row, measure).text}" for row in (a, b)
-    ]
-    return Claim(claim, None if not order else order < 0, place + " and ".join(cells))
+    cells = [f"{row.method.label} {tables.to_target(results, row, measure).text}" for row in (a, b)]
+    return Claim(claim, order < 0 if order else None, place + " and ".join(cells))
 
 
-def _ratio(experiment: ReportedExperiment, one: str, other: str) -> float:
+def _ratio(experiment: ReportedExperiment, first: str, second: str) -> float:
     """Return the rounds of one algorithm over those of another; NaN where one does not reach the target."""
-    a, b = _row(experiment, one), _row(experiment, other)
+    a, b = _row(experiment, first), _row(experiment, second)
     return math.nan if a is None or b is None else a.rounds.mean / b.rounds.mean
 
 
@@ -236,13 +234,13 @@ The command
 
     python -m fadamgc.paper.comparison results docs/results.md
 
-makes this page from the records under `results/`, except for the paragraphs called *Why*, which are written
-by hand (`notes.md` next to the records). The name of a section is the name of a study: `fadamgc reproduce
-NAME --scale laptop` runs it. The laptop scale has the paper's data, clients, participation and methods, but a
-smaller network, fewer local steps, a lower target, and step sizes tuned on one grid for all methods. So
-compare the order of the methods with the paper's, not the numbers. An order is called clear if the means are
-more than two standard errors apart, or if one method reaches the target with at least two more seeds than the
-other.
+writes this page from the records in `results/`. Only the paragraphs that start with *Why* are written by
+hand; they are in `notes.md` next to the records. The title of a section is the name of a study: `fadamgc
+reproduce NAME --scale laptop` runs the study again. The laptop scale has the paper's data, clients,
+participation and methods, but a smaller network, fewer local steps, a lower target, and step sizes that are
+tuned on one grid for all methods. Compare the order of the methods with the order in the paper, not the
+numbers. The order of two methods is clear if their means are more than two standard errors apart, or if one
+method reaches the target with at least two more seeds than the other.
 """
 
 

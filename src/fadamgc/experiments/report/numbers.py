@@ -26,7 +26,7 @@ MEASURES = {  # fields of a Row, and their titles
     "final": "{metric} at the end",
     "average": "{metric}, mean over the rounds",
 }
-LARGEST = 1e300  # of the values that are drawn: an axis needs room above them
+LARGEST = 1e300  # value that is drawn; an axis needs room above it
 
 
 # One row per method.

@@ -52,10 +52,10 @@ Warn = Callable[[str], object]  # shows a warning to the user
 
 
 class DiskSpace(NamedTuple):
-    """Bytes that a run takes on disk, about."""
+    """The approximate disk space of a run, in bytes."""
 
     record: int  # permanently
-    checkpoint: int  # while it runs
+    checkpoint: int  # while the run is executed
 
 
 class RunEnd(NamedTuple):

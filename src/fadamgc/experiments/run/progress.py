@@ -30,7 +30,7 @@ def tell(line: str, console: Console) -> None:
 
 
 def duration(seconds: float) -> str:
-    """Round a time for people who wait.
+    """Return a time as text, rounded.
 
     >>> [duration(s) for s in (8, 100, 4000, 9000)]
     ['8 s', '2 min', '1.1 h', '2.5 h']
@@ -42,7 +42,7 @@ def duration(seconds: float) -> str:
 
 @contextmanager
 def display(plan: Sequence[PlannedRun], quiet: bool, done: int) -> Iterator[Listener]:
-    """Show the progress of runs, ``done`` more of which are done already."""
+    """Show the progress of runs; ``done`` further runs of the command are done already."""
     console = Console(stderr=True)
     above_bars = partial(warn, console=console)
     if quiet or not plan:
@@ -55,9 +55,8 @@ def display(plan: Sequence[PlannedRun], quiet: bool, done: int) -> Iterator[List
 
 
 def _lines(console: Console, plan: Sequence[PlannedRun], done: int) -> OnEnd:
-    total = done + len(plan)
-    number, rounds, all_rounds = done, 0, sum(planned.run.rounds for planned in plan)
-    began = time.monotonic()
+    total, all_rounds = done + len(plan), sum(planned.run.rounds for planned in plan)
+    number, rounds, began = done, 0, time.monotonic()
 
     def on_end(i: int, end: RunEnd) -> None:
         nonlocal number, rounds

@@ -1,8 +1,8 @@
-"""Runs in several processes; each run is saved as soon as it is finished.
+"""Execute runs in several processes; each run is saved as soon as it is finished.
 
-Runs of one method go to a process as a group, whose runs advance together (see ``sim/many.py``). A process
-computes with one thread, also if there is only one process, so that the bits of a run do not depend on the
-number of processes.
+A process gets runs of one method as a group, whose runs advance together (see ``sim/many.py``). A process
+computes with one thread, even if there is only one process, so that the numbers of a run do not depend on
+the number of processes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fadamgc.experiments.run.execution import RunEnd, TaskCache, Warn, execute, 
 from fadamgc.runtime import one_thread
 from fadamgc.tasks.sections import ImagesTask, TextTask
 
-TOGETHER = 16  # runs that advance together at the most
+TOGETHER = 16  # runs that advance together, at most
 
 OnRound = Callable[[int], None]  # run i has made a round
 OnEnd = Callable[[int, RunEnd], None]  # run i has ended
