@@ -29,7 +29,7 @@ from fadamgc.experiments.planned_run import REPORT, PlannedRun
 from fadamgc.experiments.spec.sections import STEPS, MethodSpec, Spec
 from fadamgc.experiments.spec.toml_io import load_spec
 from fadamgc.federation.run import Run, read_run
-from fadamgc.files import LOCK, lock, make_folder, write_atomic
+from fadamgc.files import LOCK, lock, make_folder
 
 SPEC = "spec.toml"
 PARTITION = "partition.png"
@@ -195,10 +195,6 @@ class ExperimentFolder:
         except (OSError, UnwritableError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
             raise InputError(f"out={str(out)!r} cannot be written: {reason}") from None
-
-    def write_spec(self, spec: Spec) -> None:
-        """Write the spec."""
-        write_atomic(self.path / SPEC, spec.to_toml().encode())
 
     def check_resumable(self, spec: Spec, tuned: bool = False) -> None:
         """Refuse to resume an experiment of other settings: its finished runs would be lost.

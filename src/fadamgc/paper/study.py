@@ -12,6 +12,7 @@ A study is a TOML file with the sections of a spec and, in addition,
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 from collections.abc import Mapping
@@ -21,25 +22,22 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from fadamgc.errors import InputError, not_accepted
-from fadamgc.experiments.folder import SPEC, ExperimentFolder
+from fadamgc.experiments.folder import PARTITION, RUNS, SPEC, TUNED_SPEC, TUNING_TABLE, ExperimentFolder
+from fadamgc.experiments.planned_run import DIVERGED_RECORD, RECORDS
 from fadamgc.experiments.report.numbers import MEASURES, TO_TARGET, ReportedExperiment
-from fadamgc.experiments.report.write import (
-    check_inside,
-    copy_files,
-    kept_files,
-    read_experiment,
-    write_files,
-    write_summary,
-)
+from fadamgc.experiments.report.write import read_experiment, write_files, write_summary
 from fadamgc.experiments.spec.sections import STEPS, Spec, folder_name
 from fadamgc.experiments.spec.toml_io import PRESETS, naming, spec_of, toml_files, unknown
+from fadamgc.files import write_atomic
 from fadamgc.paper.theory import bounds_files
 from fadamgc.toml import parse_toml
 
 SCALES = ("laptop", "paper")
 STUDIES = PRESETS | toml_files("fadamgc.paper", "studies")  # a preset is the same at both scales
 STUDY = "study.json"  # in the folder of a study with several experiments, each of which has a folder in it
+# The files that ``keep`` copies in addition to the records of runs: no weights, no page.
 KEPT = (
+    *(SPEC, PARTITION, TUNING_TABLE, TUNED_SPEC, "results.csv", "results.md", "results.tex", "curves.png"),
     *(STUDY, "summary.csv", "summary.md", "summary.tex", "summary.png"),
     *("bounds.csv", "bounds.md", "bounds.png"),
 )
@@ -232,7 +230,7 @@ def write_study_report(
 def keep(folder: str | Path, to: str | Path) -> int:
     """Copy the records, tables and some figures of an experiment or a study; return the bytes written.
 
-    ``fadamgc report`` makes the other files again from the copy.
+    Records are compressed. ``fadamgc report`` makes the other files again from the copy.
     """
     folder, to = Path(folder), Path(to)
     study = read_study(folder)
@@ -240,7 +238,30 @@ def keep(folder: str | Path, to: str | Path) -> int:
         raise InputError(
             f"folder={str(folder)!r} has no {SPEC} and no {STUDY}; run an experiment there first"
         )
-    paths = [path for name in KEPT if (path := folder / name).is_file()] + kept_files(folder)
-    for member in () if study is None else study.members:
-        paths += kept_files(folder / member.folder)
-    return copy_files(folder, to, paths)
+    folders = [folder, *(folder / member.folder for member in (study.members if study else ()))]
+    paths = [path / name for path in folders for name in KEPT]
+    runs = [run for path in folders for run in sorted(path.glob(f"{RUNS}/*"))]
+    paths += [run / name for run in runs for name in (*RECORDS, DIVERGED_RECORD)]
+    total = 0
+    try:
+        for path in filter(Path.is_file, paths):
+            target = to / path.relative_to(folder)
+            check_inside(folder, path, "folder")
+            check_inside(to, target, "to")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            data = path.read_bytes()
+            if path.name == "run.json":
+                target, data = target.with_name("run.json.gz"), gzip.compress(data, mtime=0)
+            write_atomic(target, data)
+            total += len(data)
+    except OSError as error:
+        raise InputError(f"to={str(to)!r} cannot be written: {error.strerror}") from None
+    return total
+
+
+def check_inside(folder: Path, path: Path, argument: str) -> None:
+    """Refuse a path that leads out of a folder, by ``..`` or by a symbolic link."""
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise InputError(
+            f"{argument}={str(path)!r} leads out of {str(folder)!r}; give a folder without such links"
+        )

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import gzip
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fadamgc import escape
 from fadamgc.errors import InputError
-from fadamgc.experiments.folder import PARTITION, RUNS, SPEC, TUNED_SPEC, TUNING_TABLE
-from fadamgc.experiments.planned_run import DIVERGED_RECORD, RECORDS
+from fadamgc.experiments.folder import PARTITION
 from fadamgc.experiments.report import numbers
 from fadamgc.experiments.report.numbers import TO_TARGET, Experiments, ReportedExperiment, Results
 from fadamgc.experiments.report.page import page
 from fadamgc.experiments.report.plots import curves_figure, image_files, summary_figure
 from fadamgc.experiments.report.tables import results_markdown, summary_latex, summary_markdown
 from fadamgc.files import write_atomic
-
-# The files of an experiment that ``keep`` copies: records, tables and a few figures; no weights, no page.
-KEPT = (
-    *(SPEC, PARTITION, TUNING_TABLE, TUNED_SPEC),
-    *("results.csv", "results.md", "results.tex", "curves.png"),
-)
 
 
 def write_report(folder: str | Path, cost: Mapping[str, Any] = {}, out: str | Path | None = None) -> Results:
@@ -98,41 +90,3 @@ def write_files(
     except OSError as error:
         raise InputError(f"{argument}={str(folder)!r} cannot be written: {error.strerror}{hint}") from None
     return [folder / name for name in files]
-
-
-def kept_files(folder: Path) -> list[Path]:
-    """List the files of an experiment from which its report can be made again."""
-    runs = sorted(folder.glob(f"{RUNS}/*"))
-    paths = [folder / name for name in KEPT]
-    paths += [run / name for run in runs for name in (*RECORDS, DIVERGED_RECORD)]
-    return [path for path in paths if path.is_file()]
-
-
-def copy_files(folder: Path, to: Path, paths: Sequence[Path]) -> int:
-    """Copy files of a folder into another, records compressed; return the number of bytes written.
-
-    A path that leads out of one of the folders is refused.
-    """
-    total = 0
-    try:
-        for path in paths:
-            target = to / path.relative_to(folder)
-            check_inside(folder, path, "folder")
-            check_inside(to, target, "to")
-            target.parent.mkdir(parents=True, exist_ok=True)
-            data = path.read_bytes()
-            if path.name == "run.json":
-                target, data = target.with_name("run.json.gz"), gzip.compress(data, mtime=0)
-            write_atomic(target, data)
-            total += len(data)
-    except OSError as error:
-        raise InputError(f"to={str(to)!r} cannot be written: {error.strerror}") from None
-    return total
-
-
-def check_inside(folder: Path, path: Path, argument: str) -> None:
-    """Refuse a path that leads out of a folder, by ``..`` or by a symbolic link."""
-    if not path.resolve().is_relative_to(folder.resolve()):
-        raise InputError(
-            f"{argument}={str(path)!r} leads out of {str(folder)!r}; give a folder without such links"
-        )

@@ -12,12 +12,13 @@ from rich.console import Console
 from rich.filesize import decimal as size
 
 from fadamgc.errors import FadamgcError, InputError, whole
-from fadamgc.experiments.folder import PARTITION, ExperimentFolder
+from fadamgc.experiments.folder import PARTITION, SPEC, ExperimentFolder
 from fadamgc.experiments.planned_run import PlannedRun
 from fadamgc.experiments.run.execution import DiskSpace, RunEnd, TaskCache, dry_run, is_done
 from fadamgc.experiments.run.progress import display, tell, warn
 from fadamgc.experiments.run.workers import in_groups, run_all
 from fadamgc.experiments.spec.sections import Spec
+from fadamgc.files import write_atomic
 from fadamgc.tasks.build import label_counts
 
 
@@ -136,7 +137,7 @@ def open_folder(
     if resume:
         folder.check_resumable(spec, tuned)
     folder.make_ready(resume, overwrite)
-    folder.write_spec(spec)
+    write_atomic(folder.path / SPEC, spec.to_toml().encode())
     seed = spec.run.seeds[0]
     labels = label_counts(spec.task, seed)
     if labels is not None:
