@@ -62,23 +62,18 @@ class PlannedRun:
             identity = settings.get(IDENTITY)
             if identity is None:
                 measure = "accuracy" if any(r.test_accuracy is not None for r in run.history) else "metric"
-                task: TaskSpec = CustomTask(
-                    data="custom", clients=run.clients.n, measure=shown.get("measure", measure)
-                )
+                table = {"data": "custom", "clients": run.clients.n, "measure": shown.get("measure", measure)}
                 shared = set(RunSpec.model_fields) - {"executor", "dtype"}
-                identity = {"run": {k: v for k, v in settings.items() if k in shared}, "method": settings}
-            else:
-                task = task_spec(**identity["task"])
+                common = {key: value for key, value in settings.items() if key in shared}
+                identity = {"task": table, "run": common, "method": settings}
             seed, algorithm = settings["seed"], settings["algorithm"]
-            common = identity["run"] | {"seeds": [seed], "target": settings.get("target")}
+            run_table = identity["run"] | {"seeds": [seed], "target": settings.get("target")}
+            run_spec = RunSpec.from_table(frozen(run_table), "[run]")
             title = algorithm_class(algorithm).title if algorithm in algorithms() else str(algorithm)
-            method = MethodSpec(
-                algorithm=algorithm,
-                label=shown.get("label", title),
-                hyperparameters=identity["method"]["hyperparameters"],
-            )
-            run_spec = RunSpec.from_table(frozen(common), "[run]")
-            return cls(task, run_spec, CostSpec(**asdict(run.cost)), method, run.algorithm, seed, folder)
+            values = identity["method"]["hyperparameters"]
+            method = MethodSpec(algorithm=algorithm, label=shown.get("label", title), hyperparameters=values)
+            task, cost = task_spec(**identity["task"]), CostSpec(**asdict(run.cost))
+            return cls(task, run_spec, cost, method, run.algorithm, seed, folder)
 
     @property
     def name(self) -> str:

@@ -97,15 +97,7 @@ def tune(
 
     The search is "full"; or "race", which chooses the same without the runs that can no longer change the
     choice; or "halving": all points for a third of the rounds, and the best third of them for all rounds.
-    All methods have the same grid and the same chances.
-
-    Args:
-        spec: the experiment.
-        out: the folder of the experiment.
-        workers: processes; None is one per core.
-        quiet: show no progress.
-        resume: keep the saved runs in the folder that have the same settings.
-        runner: instead of ``workers`` and ``quiet``: a runner that has checked the runs.
+    All methods have the same grid and the same chances. The arguments are those of ``run_spec``.
     """
     out = Path(out)
     grid = grid_of(spec)
@@ -228,8 +220,7 @@ def with_best_steps(spec: Spec, points: list[Point]) -> Tuned:
 
 def _point(key: Key, runs: list[Run | None], target: float | None) -> Point:
     finished = [run for run in runs if run is not None]
-    rounds = [run.rounds_to(target) for run in finished] if target is not None else []
-    at_target = [r for r in rounds if r is not None]
+    at_target = [r for run in finished if target is not None and (r := run.rounds_to(target)) is not None]
     finals = [final for run in finished if (final := run.history[-1].test_metric) is not None]
     numbers = [final for final in finals if math.isfinite(final)]
     return Point(

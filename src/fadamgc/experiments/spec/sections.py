@@ -159,7 +159,7 @@ class Spec(Section):
         return self
 
     @model_validator(mode="after")
-    def _check_entries_per_client(self) -> Spec:
+    def _check_entries_and_target(self) -> Spec:
         for place, section in (("[cost]", self.cost), ("[run]", self.run)):
             for key, value in section:
                 if key != "seeds" and isinstance(value, tuple) and len(value) != self.task.clients:
@@ -167,10 +167,6 @@ class Spec(Section):
                         f"{place} {key} has {len(value)} entries; "
                         f"give one number, or one for each of {self.task.clients} clients"
                     )
-        return self
-
-    @model_validator(mode="after")
-    def _check_target(self) -> Spec:
         target, metric = self.run.target, self.task.metric
         if target is not None and metric == "accuracy" and not 0 <= target <= 1:
             raise ValueError(
