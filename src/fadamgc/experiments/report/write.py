@@ -18,7 +18,7 @@ from fadamgc.files import write_atomic
 
 
 def write_report(folder: str | Path, cost: Mapping[str, Any] = {}, out: str | Path | None = None) -> Results:
-    """Write the whole report of an experiment into its folder or ``out``; ``cost`` replaces values of [cost]."""
+    """Write the report of an experiment into its folder or ``out``; ``cost`` replaces values of [cost]."""
     experiment = read_experiment(folder, cost)
     results = experiment.results
     by_name = experiment._replace(name=results.spec.name)
