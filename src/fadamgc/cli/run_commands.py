@@ -30,7 +30,7 @@ OutOfSpec = Annotated[
 ]
 Rounds = Annotated[int | None, option("Number of rounds, instead of the spec's.")]
 Seed = Annotated[int | None, option("The first seed, instead of the spec's.")]
-SeedCount = Annotated[int | None, option("Number of seeds, counted from the first one.", "--seeds")]
+SeedCount = Annotated[int | None, option("Number of seeds, starting with the first seed.", "--seeds")]
 Methods = Annotated[str | None, option("Run only these methods of the spec, separated by commas.")]
 Workers = Annotated[
     int | None, option("Number of processes; it does not change the results.", default="one per core")
@@ -49,7 +49,7 @@ Tune = Annotated[
 @app.command()
 def compare(
     preset: Annotated[
-        str, typer.Option(help="A comparison that is included in fadamgc; `fadamgc list` shows them.")
+        str, typer.Option(help="Name of a comparison in the package; `fadamgc list` shows all of them.")
     ] = "digits",
     tune: Tune = False,
     seed: Seed = None,
@@ -118,13 +118,15 @@ def run(
 
 @app.command()
 def reproduce(
-    name: Annotated[str, typer.Argument(help="An experiment of the paper; `fadamgc list` shows them.")],
+    name: Annotated[str, typer.Argument(help="Name of a study of the paper; `fadamgc list` shows all.")],
     scale: Annotated[
         str, typer.Option(help="laptop: minutes on two cores; paper: the setting of the paper, for a GPU.")
     ] = "laptop",
     tune: Annotated[
         bool | None,
-        option("First choose the step sizes from the grid.", "--tune/--no-tune", default="if there are none"),
+        option(
+            "First choose the step sizes from the grid.", "--tune/--no-tune", default="if the study has none"
+        ),
     ] = None,
     seeds: SeedCount = None,
     rounds: Rounds = None,
@@ -139,9 +141,9 @@ def reproduce(
     data_root: DataRoot = None,
     track: Track = "",
 ) -> None:
-    """Run one of the paper's experiments, on real data.
+    """Run one of the paper's studies, on real data.
 
-    Stop it with Ctrl-C at any time; the same command with --resume continues.
+    You can stop the command with Ctrl-C at any time; the same command with --resume continues.
 
     Examples:
 

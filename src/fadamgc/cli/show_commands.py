@@ -190,9 +190,7 @@ def partition(
     alpha: Annotated[
         float | None, option("Concentration of dirichlet; small values give skewed labels.", default="0.1")
     ] = None,
-    min_size: Annotated[
-        int | None, option("Minimum of samples per client, for dirichlet.", default="1")
-    ] = None,
+    min_size: Annotated[int | None, option("Minimum samples per client, for dirichlet.", default="1")] = None,
     shards_per_client: Annotated[int | None, option("Shards per client, for shards.", default="2")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the partition.")] = 0,
     out: Annotated[Path, option("File of the plot: .png, .svg or .pdf.", "--out", "-o", default=True)] = PLOT,
