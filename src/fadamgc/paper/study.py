@@ -206,9 +206,7 @@ def read_study(folder: Path) -> SavedStudy | None:
 def read_members(folder: Path, study: SavedStudy, cost: Mapping[str, Any] = {}) -> list[ReportedExperiment]:
     """Read those experiments of a study that have run."""
     return [
-        read_experiment(folder / member.folder, cost)._replace(
-            name=member.name, value=member.value, group=member.group, axis=member.axis
-        )
+        read_experiment(folder / member.folder, cost)._replace(**member.model_dump(exclude={"folder"}))
         for member in study.members
         if ExperimentFolder(folder / member.folder).has_spec
     ]
