@@ -19,7 +19,7 @@ from fadamgc.tasks.sections import CustomTask, TaskSpec, task_spec
 from fadamgc.toml import frozen
 
 # In the folder of a run.
-RECORDS = ("run.json", "run.json.gz")  # the record of a finished run, plain or packed
+RECORDS = ("run.json", "run.json.gz")  # the record of a finished run, plain or compressed
 DIVERGED_RECORD = "diverged.json"  # why a run stopped whose update was not finite
 ADAPTER = "adapter"  # of a run on texts, in peft's format
 CHECKPOINT = "checkpoint"  # while the run is not finished
