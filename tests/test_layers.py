@@ -17,12 +17,16 @@ import fadamgc
 ROOT = Path(fadamgc.__file__).parent
 
 # What every room may import: values, messages, files, threads and trees; they import only each other.
-FOUNDATION = {"errors", "escape", "files", "bundle", "cache", "runtime", "tree", "fields", "toml", "section"}
+FOUNDATION = {
+    *("errors", "escape", "files", "bundle", "cache", "runtime", "tree", "fields", "toml", "section"),
+    "hyperparameters",
+}
 
 # Room by room, from the ground to the roof: the other rooms that its modules may import.
 ALLOWED = {
     "algorithm": set(),  # with the mathematics that methods share, rules.py
-    "methods": {"algorithm"},
+    "algebra": {"algorithm"},
+    "methods": {"algebra", "algorithm"},
     "optim": {"algorithm"},
     "task": set(),  # with flat.py
     "data": set(),
@@ -31,7 +35,7 @@ ALLOWED = {
     "federation": {"algorithm", "methods", "task"},
     "sim.executors": {"algorithm", "federation"},
     "sim": {"algorithm", "federation", "sim.executors", "task"},
-    "fadamgc": {"algorithm", "federation", "methods", "optim", "sim", "task"},  # the public names
+    "fadamgc": {"algebra", "algorithm", "federation", "methods", "optim", "sim", "task"},  # the public names
     "trackers": {"sim"},
     "flower": {"algorithm", "federation", "methods", "sim.executors", "task", "tasks"},
     "experiments.spec": {"algorithm", "federation", "methods", "tasks"},
@@ -50,7 +54,7 @@ ALLOWED = {
         *("federation", "methods", "tasks"),
     },
     "cli": {
-        *("data", "experiments", "experiments.folder", "experiments.report", "experiments.run"),
+        *("algebra", "data", "experiments", "experiments.folder", "experiments.report", "experiments.run"),
         *("experiments.spec", "federation", "flower", "methods", "paper", "tasks", "trackers"),
     },
     "__main__": {"cli"},

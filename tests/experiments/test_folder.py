@@ -46,7 +46,7 @@ def test_saved_runs_are_an_experiment_without_a_spec(tmp_path):
     folder = tmp_path / "mine"
     runs = {seed: save(folder, f"x-{seed}", fadamgc.FAdamGC(eta_l=0.01), seed) for seed in (3, 5)}
     save(folder, "y", fadamgc.FedAvg(), 3)
-    spec = ExperimentFolder(folder).read_spec()
+    spec = ExperimentFolder(folder).read_plan()[0]
     assert (spec.name, spec.task.data, spec.task.clients) == ("mine", "custom", class_task().n)
     assert spec.task.metric == "accuracy"
     assert (spec.run.rounds, spec.run.sampled, spec.run.tracked, spec.run.seeds) == (3, 2, 1, (3, 5))
@@ -67,7 +67,7 @@ def test_saved_runs_are_an_experiment_without_a_spec(tmp_path):
 def test_a_program_names_its_experiment_and_its_measure(tmp_path):
     report = {"experiment": "wards", "title": "Two\nwards", "measure": "recall", "label": "Ours"}
     save(tmp_path, "a", fadamgc.FAdamGC(), report=report)
-    spec = ExperimentFolder(tmp_path).read_spec()
+    spec = ExperimentFolder(tmp_path).read_plan()[0]
     assert (spec.name, spec.title) == ("wards", "Two\\nwards")
     assert (spec.task.metric, spec.methods[0].label) == ("recall", "Ours")
     assert len(ExperimentFolder(tmp_path).load().runs["Ours"]) == 1
@@ -78,12 +78,12 @@ def test_methods_of_one_algorithm_are_told_apart_by_what_differs(tmp_path):
     save(tmp_path, "a", fadamgc.FAdamGC(eta_l=0.1))
     save(tmp_path, "b", fadamgc.FAdamGC(eta_l=0.2))
     save(tmp_path, "c", fadamgc.FedAvg())
-    spec = ExperimentFolder(tmp_path).read_spec()
+    spec = ExperimentFolder(tmp_path).read_plan()[0]
     assert [m.label for m in spec.methods] == ["FAdamGC (eta_l=0.1)", "FAdamGC (eta_l=0.2)", "FedAvg"]
     tracked = tmp_path / "tracked"
     save(tracked, "a", fadamgc.FAdamGC())
     save(tracked, "b", fadamgc.FAdamGC(), tracked=None)
-    spec = ExperimentFolder(tracked).read_spec()
+    spec = ExperimentFolder(tracked).read_plan()[0]
     assert [m.label for m in spec.methods] == ["FAdamGC (tracked=1)", "FAdamGC (tracked=None)"]
     assert all(ExperimentFolder(tracked).load().runs.values())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import shutil
 
@@ -84,7 +85,7 @@ def folder(tmp_path_factory):
     for name, text in (("one", DIGITS), ("two", QUADRATICS)):
         run_spec(parse_spec(text, "test"), folder / name, workers=1, quiet=True)
         write_report(folder / name)
-    write_reports([folder / "one", folder / "two"], folder / "both", title="Both")
+    write_reports([folder / "one", folder / "two"], folder / "both")
     return folder
 
 
@@ -123,7 +124,7 @@ def minutes(page, within=""):
 
 
 def expected(folder, **cost):
-    results = read_results(folder, CostModel(**cost) if cost else None)
+    results = read_results(folder, dataclasses.asdict(CostModel(**cost)) if cost else {})
     return [line[2].text for line in results_table(results).rows]
 
 
@@ -160,7 +161,8 @@ def test_a_slider_prices_as_the_cost_model_does(view, folder, slowest):
     assert "0.0316 Mbps down and 0.01 Mbps up, 0.1 s per local step, 1.78 s latency" in said
     assert ("slowest" in said) == slowest
     best = page.eval_on_selector_all("td[data-minutes].best", "cells => cells.map(c => c.textContent)")
-    results = read_results(folder / "one", CostModel(**cost, per_round="slowest" if slowest else "mean"))
+    cost["per_round"] = "slowest" if slowest else "mean"
+    results = read_results(folder / "one", cost)
     assert best == [line[2].text for line in results_table(results).rows if line[2].bold]
     ends = "boxes => Math.max(...boxes[0].data.map(trace => Math.max(...trace.x)))"
     last = page.eval_on_selector_all('[data-axis="minutes"]', ends)

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from fadamgc import CostModel
 from fadamgc.experiments.report.numbers import (
     ReportedExperiment,
     read_results,
@@ -79,8 +78,8 @@ def test_the_script_of_the_page_agrees_about_what_diverged(copy, metrics):
 
 @pytest.mark.parametrize("per_round", ["mean", "slowest"])
 def test_the_script_of_the_page_says_how_rounds_are_priced(copy, per_round):
-    cost = CostModel(down_mbps=0.1, up_mbps=0.05, seconds_per_step=0.5, latency=2.0, per_round=per_round)
-    results = write_report(copy, cost)
+    cost = {"down_mbps": 0.1, "up_mbps": 0.05, "seconds_per_step": 0.5, "latency": 2.0}
+    results = write_report(copy, cost | {"per_round": per_round})
     assert drawn(copy).pricing == pricing(results)
 
 

@@ -165,7 +165,8 @@ def test_nothing_from_elsewhere_moves_the_cursor(copy, tmp_path):
     method = results.spec.methods[0].model_copy(update={"label": "a\x1b[2Jb\nc"})
     spec = results.spec.model_copy(update={"methods": (method,), "title": "t\x9b2Jt"})
     runs = {method.label: results.runs["FedAvg"]}
-    results = dataclasses.replace(results, spec=spec, runs=runs)
+    none: dict[str, list[str]] = {method.label: []}
+    results = dataclasses.replace(results, spec=spec, runs=runs, diverged=none, damaged=none)
     buffer = io.StringIO()
     Console(file=buffer, width=120, no_color=True).print(results_table(results).to_rich(caption(results)))
     assert not set(buffer.getvalue()) & {"\x1b", "\x9b"}

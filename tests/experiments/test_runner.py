@@ -145,7 +145,7 @@ def test_what_cannot_run_is_refused_before_any_work(tmp_path):
 def test_too_little_disk_space_is_named_before_any_work(tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(total=10**9, free=20_000))
     with pytest.raises(
-        InputError, match=r"is on a disk with 20 kB free; the runs need about \d+ kB .*to keep"
+        InputError, match=r"is on a disk with 20\.0 kB free; the runs need about [\d.]+ kB .*to keep"
     ):
         run_spec(spec_of(TINY), tmp_path / "out", workers=1)
     assert not (tmp_path / "out").exists()

@@ -271,7 +271,7 @@ def test_what_is_kept_makes_the_same_report(root, tmp_path):
     write_study_report(tmp_path / "theory")
     for name in ("summary.md", "summary.csv", "bounds.md"):
         assert (tmp_path / "theory" / name).read_bytes() == (root / "theory" / name).read_bytes()
-    with pytest.raises(InputError, match=r"holds no spec\.toml and no study\.json"):
+    with pytest.raises(InputError, match=r"has no spec\.toml and no study\.json"):
         keep(tmp_path, tmp_path / "again")
 
 
@@ -289,7 +289,7 @@ def test_a_study_is_priced_again_by_report(root, tmp_path):
 def test_a_folder_of_another_study_is_refused(root, tmp_path):
     keep(root / "theory", tmp_path / "theory")
     other = parse_study(STUDY.replace('name = "theory"', 'name = "other"', 1), "here", "laptop")
-    with pytest.raises(InputError, match="holds the study theory at scale laptop"):
+    with pytest.raises(InputError, match="has the study theory at scale laptop"):
         write_study(other, tmp_path / "theory")
     (tmp_path / "theory" / "study.json").write_text("{")
     with pytest.raises(InputError, match=r"study\.json: not what"):

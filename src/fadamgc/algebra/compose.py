@@ -257,7 +257,7 @@ class Composed(Composition):
 
     def plain(self) -> dict[str, Any]:
         """Return the factors as tables, with the names of their rules; the inverse of ``make``."""
-        return {name: _table(name, getattr(self, name)) for name in KINDS}
+        return {name: rule_table(name, getattr(self, name)) for name in KINDS}
 
 
 def compose(
@@ -317,7 +317,8 @@ def factor(kind: str, value: Any) -> Any:
     return known[name](**table)
 
 
-def _table(kind: str, rule: Any) -> dict[str, Any]:
+def rule_table(kind: str, rule: Any) -> dict[str, Any]:
+    """Return a factor as a table with its name as ``rule`` and its fields."""
     name = next((name for name, cls in NAMES[kind].items() if type(rule) is cls), type(rule).__name__)
     return {"rule": name} | {field.name: getattr(rule, field.name) for field in fields(rule)}
 

@@ -1,11 +1,11 @@
-"""What all commands share: where they print, and where they look for data."""
+"""What all commands share: where they print, and where they search for data."""
 
 from __future__ import annotations
 
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -13,11 +13,19 @@ from rich.console import Console
 from fadamgc.errors import InputError
 from fadamgc.escape import printable
 
+
+def argument(help: str) -> Any:
+    """Declare a required argument of a command."""
+    return typer.Argument(help=help, show_default=False)
+
+
+def option(help: str, *names: str, default: str | bool = False) -> Any:
+    """Declare an option of a command; ``default`` describes the default value, False hides it."""
+    return typer.Option(*names, help=help, show_default=default)
+
+
 DataRoot = Annotated[
-    Path | None,
-    typer.Option(
-        "--data-root", help="Folder of the data sets.", show_default="FADAMGC_DATA, or a cache folder"
-    ),
+    Path | None, option("Folder of the data sets.", "--data-root", default="FADAMGC_DATA, or a cache folder")
 ]
 
 
@@ -33,7 +41,7 @@ def terminal() -> Console:
 
 
 def use_data(root: Path | None) -> None:
-    """Look for data in this folder, in this process and in those that are started from it."""
+    """Search for data in this folder, in this process and in the processes that it starts."""
     if root is not None:
         if not root.is_dir():
             raise InputError(f"data_root={str(root)!r} is not a folder; give the folder of the data sets")

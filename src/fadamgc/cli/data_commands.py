@@ -9,18 +9,16 @@ import typer
 from rich.console import Console
 from rich.status import Status
 
-from fadamgc.cli.console import DataRoot, say, terminal, use_data
+from fadamgc.cli.console import DataRoot, argument, say, terminal, use_data
 from fadamgc.errors import InputError
 
 if TYPE_CHECKING:
     from fadamgc.data.sources import Source
 
-DataName = Annotated[str | None, typer.Argument(help="Name of a data set.", show_default=False)]
+DataName = argument("Name of a data set.")
 
 app = typer.Typer(
-    no_args_is_help=True,
-    rich_markup_mode="markdown",
-    help="List, locate, check and download data sets.",
+    no_args_is_help=True, rich_markup_mode="markdown", help="List, locate, check and download data sets."
 )
 
 
@@ -36,18 +34,16 @@ def data_list(data_root: DataRoot = None) -> None:
     table = Table(title=f"Data sets in {root()} ({data_root_from()})", title_justify="left")
     for title in ("name", "kind", "classes", "train / test rows when complete", "present"):
         table.add_column(title, no_wrap=title in ("name", "present"))
-    for source in SOURCES.values():
-        present = sum(_has_files(source, split) for split in source.splits)
-        train, test = source.rows
-        answer = ("no", "one part", "yes")[present]
-        table.add_row(source.name, source.kind, f"{source.classes}", f"{train:,} / {test:,}", answer)
-    train, test = DIGITS.rows
-    table.add_row(DIGITS.name, DIGITS.kind, f"{DIGITS.classes}", f"{train:,} / {test:,}", "always")
+    for data in (*SOURCES.values(), DIGITS):
+        parts = sum(_has_files(data, split) for split in data.splits)
+        present = "always" if data is DIGITS else ("no", "one part", "yes")[parts]
+        train, test = data.rows
+        table.add_row(data.name, data.kind, f"{data.classes}", f"{train:,} / {test:,}", present)
     terminal().print(table)
 
 
 @app.command("path")
-def data_path(name: DataName = None, data_root: DataRoot = None) -> None:
+def data_path(name: Annotated[str | None, DataName] = None, data_root: DataRoot = None) -> None:
     """Print the data root, or the folder of one data set."""
     from fadamgc.data.sources import data_root as root
     from fadamgc.data.sources import source
@@ -75,7 +71,6 @@ def data_check(
     from fadamgc.data.sources import data_root as root
 
     use_data(data_root)
-    console = terminal()
     if names:
         data_sets = [DIGITS if name == DIGITS.name else source(name) for name in names]
     else:
@@ -89,7 +84,7 @@ def data_check(
                 parts = check(data, partial(_show_rows, status, data.name))
         except InputError as error:
             problems.append(str(error))
-            console.print(f"{data.name}: damaged or missing", highlight=False)
+            print(f"{data.name}: damaged or missing")
             continue
         for split, part in parts.items():
             whole = "complete" if part.rows == part.complete else f"of {part.complete:,}"
@@ -100,22 +95,18 @@ def data_check(
             if part.mean:
                 mean, std = (", ".join(f"{v:.4f}" for v in values) for values in (part.mean, part.std))
                 line += f", mean {mean}, std {std}"
-            console.print(line, highlight=False, soft_wrap=True)
+            print(line)
     if problems:
         raise InputError("\n".join(problems))
 
 
 @app.command("get")
-def data_get(
-    name: Annotated[str, typer.Argument(help="Name of a data set.", show_default=False)],
-    data_root: DataRoot = None,
-) -> None:
+def data_get(name: Annotated[str, DataName], data_root: DataRoot = None) -> None:
     """Download a data set from the Hugging Face hub into the data root."""
     from fadamgc.data.sources import get, source
 
     use_data(data_root)
-    folder = get(source(name), say)
-    terminal().print(f"{folder}", highlight=False, soft_wrap=True)
+    print(get(source(name), say))
 
 
 def _has_files(source: Source, split: str) -> bool:

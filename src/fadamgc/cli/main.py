@@ -6,7 +6,7 @@ import signal
 import sys
 from importlib.metadata import version
 from io import TextIOWrapper
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
@@ -33,23 +33,23 @@ class Commands(TyperGroup):
             from fadamgc.experiments.run.runner import Interrupted
 
             if isinstance(error, Interrupted):
-                say(str(error))
-                raise typer.Exit(INTERRUPTED) from None
-            for line in str(error).splitlines():
-                say(f"error: {line}")
-            raise typer.Exit(BAD_INPUT) from None
+                _end([str(error)], INTERRUPTED)
+            _end([f"error: {line}" for line in str(error).splitlines()])
         except OSError as error:
             where = f"{error.filename}: " if error.filename else ""
-            say(f"error: {where}{error.strerror or error}")
-            raise typer.Exit(BAD_INPUT) from None
+            _end([f"error: {where}{error.strerror or error}"])
         except (MemoryError, RuntimeError) as error:
             if isinstance(error, RuntimeError) and "can't allocate memory" not in str(error):
                 raise  # torch has no special error for lack of memory
-            say("error: there is not enough memory for this; make the task smaller or use fewer --workers")
-            raise typer.Exit(BAD_INPUT) from None
+            _end(["error: there is not enough memory for this; make the task smaller or use fewer --workers"])
         except KeyboardInterrupt:
-            say("stopped")
-            raise typer.Exit(INTERRUPTED) from None
+            _end(["stopped"], INTERRUPTED)
+
+
+def _end(lines: list[str], code: int = BAD_INPUT) -> NoReturn:
+    for line in lines:
+        say(line)
+    raise typer.Exit(code) from None
 
 
 app = typer.Typer(

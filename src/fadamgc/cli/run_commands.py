@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fadamgc.cli.console import DataRoot, say, terminal, use_data
+from fadamgc.cli.console import DataRoot, argument, option, say, use_data
 from fadamgc.cli.show_commands import show
 from fadamgc.errors import FadamgcError, InputError, whole
 
@@ -23,47 +23,33 @@ if TYPE_CHECKING:
 app = typer.Typer(rich_markup_mode="markdown")
 
 
-SpecFile = Annotated[Path, typer.Argument(help="The experiment, a TOML file.", show_default=False)]
+SpecFile = Annotated[Path, argument("The experiment, a TOML file.")]
 Out = Annotated[Path, typer.Option("--out", "-o", help="Folder to write to.")]
 OutOfSpec = Annotated[
-    Path | None,
-    typer.Option(
-        "--out", "-o", help="Folder to write to.", show_default="out/NAME, with the name in the spec"
-    ),
+    Path | None, option("Folder to write to.", "--out", "-o", default="out/NAME, with the name in the spec")
 ]
-Rounds = Annotated[
-    int | None, typer.Option(help="Number of rounds, instead of the spec's.", show_default=False)
-]
-Seed = Annotated[int | None, typer.Option(help="The first seed, instead of the spec's.", show_default=False)]
-SeedCount = Annotated[
-    int | None,
-    typer.Option("--seeds", help="Number of seeds, counted from the first one.", show_default=False),
-]
-Methods = Annotated[
-    str | None,
-    typer.Option(help="Run only these methods of the spec, separated by commas.", show_default=False),
-]
+Rounds = Annotated[int | None, option("Number of rounds, instead of the spec's.")]
+Seed = Annotated[int | None, option("The first seed, instead of the spec's.")]
+SeedCount = Annotated[int | None, option("Number of seeds, starting with the first seed.", "--seeds")]
+Methods = Annotated[str | None, option("Run only these methods of the spec, separated by commas.")]
 Workers = Annotated[
-    int | None,
-    typer.Option(help="Number of processes; it does not change the results.", show_default="one per core"),
+    int | None, option("Number of processes; it does not change the results.", default="one per core")
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress, only the results.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Keep the finished runs in the folder and continue.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Keep finished runs in the folder and run the rest.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the experiment in the folder.")]
 Track = Annotated[
-    str,
-    typer.Option(help="Track the runs with tensorboard or mlflow, or both, separated by a comma."),
+    str, typer.Option(help="Track the runs with tensorboard or mlflow, or both, separated by a comma.")
 ]
 Tune = Annotated[
-    bool,
-    typer.Option("--tune", help="First choose the step sizes from the spec's grid; takes much longer."),
+    bool, typer.Option("--tune", help="First choose the step sizes from the spec's grid; takes much longer.")
 ]
 
 
 @app.command()
 def compare(
     preset: Annotated[
-        str, typer.Option(help="A comparison that is included in fadamgc; `fadamgc list` shows them.")
+        str, typer.Option(help="Name of a comparison in the package; `fadamgc list` shows all of them.")
     ] = "digits",
     tune: Tune = False,
     seed: Seed = None,
@@ -91,8 +77,7 @@ def compare(
     """
     from fadamgc.experiments.spec.toml_io import preset as preset_named
 
-    use_data(data_root)
-    _use_trackers(track)
+    _prepare(data_root, track)
     spec = _adjusted(preset_named(preset), seed, seeds, rounds, methods)
     _run_and_report(spec, out, tune, workers, quiet, resume, overwrite)
 
@@ -125,32 +110,29 @@ def run(
     """
     from fadamgc.experiments.spec.toml_io import load_spec
 
-    use_data(data_root)
-    _use_trackers(track)
+    _prepare(data_root, track)
     experiment = _adjusted(load_spec(spec), seed, seeds, rounds, methods)
-    _run_and_report(experiment, _folder(out, experiment), tune, workers, quiet, resume, overwrite)
+    folder = out or Path("out", experiment.name)
+    _run_and_report(experiment, folder, tune, workers, quiet, resume, overwrite)
 
 
 @app.command()
 def reproduce(
-    name: Annotated[str, typer.Argument(help="An experiment of the paper; `fadamgc list` shows them.")],
+    name: Annotated[str, typer.Argument(help="Name of a study of the paper; `fadamgc list` shows all.")],
     scale: Annotated[
         str, typer.Option(help="laptop: minutes on two cores; paper: the setting of the paper, for a GPU.")
     ] = "laptop",
     tune: Annotated[
         bool | None,
-        typer.Option(
-            "--tune/--no-tune",
-            help="First choose the step sizes from the grid.",
-            show_default="only if the experiment has none",
+        option(
+            "First choose the step sizes from the grid.", "--tune/--no-tune", default="if the study has none"
         ),
     ] = None,
     seeds: SeedCount = None,
     rounds: Rounds = None,
     methods: Methods = None,
     out: Annotated[
-        Path | None,
-        typer.Option("--out", "-o", help="Folder to write to.", show_default="out/NAME-SCALE"),
+        Path | None, option("Folder to write to.", "--out", "-o", default="out/NAME-SCALE")
     ] = None,
     workers: Workers = None,
     quiet: Quiet = False,
@@ -159,9 +141,9 @@ def reproduce(
     data_root: DataRoot = None,
     track: Track = "",
 ) -> None:
-    """Run one of the paper's experiments, on real data.
+    """Run one of the paper's studies, on real data.
 
-    Stop it with Ctrl-C at any time; the same command with --resume continues.
+    You can stop the command with Ctrl-C at any time; the same command with --resume continues.
 
     Examples:
 
@@ -172,8 +154,7 @@ def reproduce(
     from fadamgc.experiments.run.progress import duration
     from fadamgc.paper.study import load_study, write_study, write_study_report
 
-    use_data(data_root)
-    _use_trackers(track)
+    _prepare(data_root, track)
     study = load_study(name, scale)
     folder = out or Path("out") / f"{name}-{scale}"
     single, began = len(study.members) == 1, time.perf_counter()
@@ -224,24 +205,20 @@ def tune(
 
     use_data(data_root)
     experiment = _adjusted(load_spec(spec), None, None, None, methods)
-    folder = ExperimentFolder(_folder(out, experiment))
+    folder = ExperimentFolder(out or Path("out", experiment.name))
     runner = Runner(workers, quiet)
     runner.check(tuning_plan(experiment, folder.path))
     with folder.lock():
         _tuned(experiment, folder, runner, resume, overwrite)
-    paths = f"{folder.path / TUNED_SPEC}, {folder.path / TUNING_TABLE}"
-    terminal().print(paths, highlight=False, soft_wrap=True)
+    print(f"{folder.path / TUNED_SPEC}, {folder.path / TUNING_TABLE}")
 
 
-def _use_trackers(names: str) -> None:
-    if names:
+def _prepare(data_root: Path | None, trackers: str) -> None:
+    use_data(data_root)
+    if trackers:
         from fadamgc.trackers import track_with
 
-        track_with(names)
-
-
-def _folder(out: Path | None, spec: Spec) -> Path:
-    return out or Path("out") / Path(spec.name).name
+        track_with(trackers)
 
 
 def _adjusted(

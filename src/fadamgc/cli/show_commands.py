@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
+from functools import partial
+from itertools import chain, count
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from fadamgc.cli.console import DataRoot, say, terminal, use_data
+from fadamgc.cli.console import DataRoot, argument, option, say, terminal, use_data
 from fadamgc.errors import InputError
 from fadamgc.escape import printable
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 # A command imports the rest when it runs, so that --help is quick.
 
 app = typer.Typer(rich_markup_mode="markdown")
+PLOT = Path("partition.png")
+price = partial(option, default="the spec's")
 
 
 @app.command()
@@ -32,39 +35,25 @@ def report(
     ],
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out",
-            "-o",
-            help="Folder to write to; the other folders are then only read.",
-            show_default="each folder itself; out/report for the common page",
+        option(
+            *("Folder to write to; the other folders are then only read.", "--out", "-o"),
+            default="each folder itself; out/report for the common page",
         ),
     ] = None,
-    down_mbps: Annotated[
-        float | None,
-        typer.Option(help="Link speed from the server to a client, in Mbps.", show_default="the spec's"),
-    ] = None,
-    up_mbps: Annotated[
-        float | None,
-        typer.Option(help="Link speed from a client to the server, in Mbps.", show_default="the spec's"),
-    ] = None,
-    seconds_per_step: Annotated[
-        float | None, typer.Option(help="Seconds per local step.", show_default="the spec's")
-    ] = None,
-    latency: Annotated[
-        float | None, typer.Option(help="Additional seconds per round.", show_default="the spec's")
-    ] = None,
+    down_mbps: Annotated[float | None, price("Link speed from the server to a client, in Mbps.")] = None,
+    up_mbps: Annotated[float | None, price("Link speed from a client to the server, in Mbps.")] = None,
+    seconds_per_step: Annotated[float | None, price("Seconds per local step.")] = None,
+    latency: Annotated[float | None, price("Additional seconds per round.")] = None,
     per_round: Annotated[
         Literal["mean", "slowest"] | None,
-        typer.Option(
-            help="Whether a round takes as long as its mean or its slowest client.", show_default="the spec's"
-        ),
+        price("Whether a round takes as long as its mean or its slowest client."),
     ] = None,
 ) -> None:
     """Make all tables, figures and the page again from saved runs, without running anything.
 
-    The options price the same runs for other links and devices. Several folders also get one page and one
-    table together. The folder of a study stands for all its experiments. With --out, the folders are not
-    changed, and each of several experiments gets a folder with its name there.
+    The options price the same runs for other links and devices. Several folders also get one common page
+    with common tables. The folder of a study means all experiments of the study. With --out, the folders are
+    only read, and each of several experiments gets a folder with its name inside the given folder.
 
     Examples:
 
@@ -85,27 +74,18 @@ def report(
             targets[folder] = target
         else:
             targets |= {path: target / path.name for path in inside}
-    options = {
-        "down_mbps": down_mbps,
-        "up_mbps": up_mbps,
-        "seconds_per_step": seconds_per_step,
-        "latency": latency,
-        "per_round": per_round,
-    }
-    cost = None
+    links = {"down_mbps": down_mbps, "up_mbps": up_mbps, "latency": latency}
+    cost = links | {"seconds_per_step": seconds_per_step, "per_round": per_round}
     for folder, target in targets.items():
-        cost = ExperimentFolder(folder).read_spec().replace("cost", **options).cost.model()
         show(write_report(folder, cost, None if out is None else target), target)
-    common_cost = cost if any(value is not None for value in options.values()) else None
     for folder, target in targets_of_arguments.items():
         if read_study(folder) is not None:
-            for path in write_study_report(folder, common_cost, target):
+            for path in write_study_report(folder, cost, target):
                 say(str(path))
     if len(folders) > 1 or (len(targets) > 1 and read_study(folders[0]) is None):
         common = out or Path("out/report")
-        write_reports(list(targets), common, common_cost)
-        line = printable(str(common / "report.html"))
-        terminal().print(line, highlight=False, soft_wrap=True, markup=False)
+        write_reports(targets, common, cost)
+        print(printable(common / "report.html"))
 
 
 def _targets(folders: list[Path], out: Path | None) -> dict[Path, Path]:
@@ -116,25 +96,18 @@ def _targets(folders: list[Path], out: Path | None) -> dict[Path, Path]:
         return {folders[0]: out}
     targets: dict[Path, Path] = {}
     for folder in folders:
-        name, number = folder.resolve().name, 1
-        while out / name in targets.values():
-            number += 1
-            name = f"{folder.resolve().name}-{number}"
-        targets[folder] = out / name
+        name = folder.resolve().name
+        names = chain([name], (f"{name}-{number}" for number in count(2)))
+        targets[folder] = next(out / n for n in names if out / n not in targets.values())
     return targets
 
 
 @app.command()
 def predict(
-    run: Annotated[Path, typer.Argument(help="A run on texts: OUT/runs/NAME.", show_default=False)],
-    text: Annotated[str, typer.Argument(help="The text to classify.", show_default=False)],
-    second: Annotated[
-        str | None, typer.Argument(help="The other text, if the data are pairs.", show_default=False)
-    ] = None,
-    base: Annotated[
-        str | None,
-        typer.Option(help="Folder of the base model.", show_default="as in the run"),
-    ] = None,
+    run: Annotated[Path, argument("A run on texts: OUT/runs/NAME.")],
+    text: Annotated[str, argument("The text to classify.")],
+    second: Annotated[str | None, argument("The other text, if the data are pairs.")] = None,
+    base: Annotated[str | None, option("Folder of the base model.", default="as in the run")] = None,
 ) -> None:
     """Classify a text with the result of a run: the most likely labels and their probabilities.
 
@@ -155,11 +128,8 @@ def predict(
 
 @app.command()
 def keep(
-    folder: Annotated[
-        Path,
-        typer.Argument(help="A folder that `compare`, `run` or `reproduce` has written.", show_default=False),
-    ],
-    to: Annotated[Path, typer.Argument(help="Folder to copy to.", show_default=False)],
+    folder: Annotated[Path, argument("A folder that `compare`, `run` or `reproduce` has written.")],
+    to: Annotated[Path, argument("Folder to copy to.")],
 ) -> None:
     """Copy the records, tables and figures of an experiment, without weights: small enough for git.
 
@@ -169,8 +139,7 @@ def keep(
     """
     from fadamgc.paper.study import keep as copy
 
-    total = copy(folder, to)
-    say(f"{to}: {total / 1e6:.1f} MB")
+    say(f"{to}: {copy(folder, to) / 1e6:.1f} MB")
 
 
 @app.command("list")
@@ -178,6 +147,7 @@ def list_() -> None:
     """List algorithms (with settings and traffic), presets, studies, tasks, partitions and executors."""
     from rich.table import Table
 
+    from fadamgc.algebra.compose import NAMES, rule_table
     from fadamgc.experiments.spec.sections import EXECUTORS
     from fadamgc.experiments.spec.toml_io import preset, presets
     from fadamgc.federation.cost import traffic
@@ -191,13 +161,13 @@ def list_() -> None:
         table.add_column(title, justify="right" if "up" in title or title == "down" else "left")
     for name in algorithms():
         algorithm = make_algorithm(name)
-        sent = traffic(algorithm, d=1)
-        settings = ", ".join(
-            f"{f.name}={getattr(algorithm, f.name)!r}" for f in dataclasses.fields(algorithm)
-        )
-        vectors = [sent.down // 4, sent.up // 4, sent.up_tracked // 4]
-        table.add_row(name, algorithm.title, *map(str, vectors), settings)
+        vectors = [round(size / 4000) for size in traffic(algorithm, d=1000)]  # single numbers do not count
+        values = [_with_value(key, value) for key, value in algorithm.plain().items()]
+        table.add_row(name, algorithm.title, *map(str, vectors), ", ".join(values))
     console.print(table)
+    for kind, rules in NAMES.items():
+        settings = [_with_value(name, rule_table(kind, rule())) for name, rule in rules.items()]
+        console.print(f"compose, {kind}: {'; '.join(settings)}", highlight=False, markup=False)
     for name in presets():
         console.print(f"\npreset [bold]{name}[/]: {preset(name).title}", highlight=False)
     for title, names in (
@@ -209,6 +179,14 @@ def list_() -> None:
         console.print(f"{title}: {', '.join(names)}", highlight=False)
 
 
+def _with_value(name: str, value: Any) -> str:
+    """Show a setting with its default; a rule of a composition with those of its fields."""
+    if isinstance(value, dict):
+        fields = ", ".join(_with_value(*item) for item in value.items() if item[0] != "rule")
+        return f"{name}={value['rule']}({fields})"
+    return f"{name}={value!r}"
+
+
 @app.command()
 def partition(
     data: Annotated[str, typer.Option(help="A data set with labels.")] = "digits",
@@ -217,19 +195,12 @@ def partition(
         str, typer.Option("--partition", help="How samples are distributed: dirichlet, iid or shards.")
     ] = "dirichlet",
     alpha: Annotated[
-        float | None,
-        typer.Option(help="Concentration of dirichlet; small values give skewed labels.", show_default="0.1"),
+        float | None, option("Concentration of dirichlet; small values give skewed labels.", default="0.1")
     ] = None,
-    min_size: Annotated[
-        int | None, typer.Option(help="Minimum of samples per client, for dirichlet.", show_default="1")
-    ] = None,
-    shards_per_client: Annotated[
-        int | None, typer.Option(help="Shards per client, for shards.", show_default="2")
-    ] = None,
+    min_size: Annotated[int | None, option("Minimum samples per client, for dirichlet.", default="1")] = None,
+    shards_per_client: Annotated[int | None, option("Shards per client, for shards.", default="2")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the partition.")] = 0,
-    out: Annotated[Path, typer.Option("--out", "-o", help="File of the plot: .png, .svg or .pdf.")] = Path(
-        "partition.png"
-    ),
+    out: Annotated[Path, option("File of the plot: .png, .svg or .pdf.", "--out", "-o", default=True)] = PLOT,
     data_root: DataRoot = None,
 ) -> None:
     """Plot which client has which labels.
@@ -264,27 +235,20 @@ def partition(
         save_label_plot(labels.counts, out, title=f"{labels.note} (seed {seed})")
     except OSError as error:
         raise InputError(f"out={str(out)!r} cannot be written: {error.strerror}") from None
-    console = terminal()
-    console.print(labels.note, highlight=False)
+    print(labels.note)
     for name, values in (("samples per client", sizes), ("labels per client", classes)):
-        console.print(
-            f"{name}: least {values.min()}, median {np.median(values):g}, most {values.max()}",
-            highlight=False,
-        )
-    console.print(f"plot: {out}", highlight=False, soft_wrap=True)
+        print(f"{name}: least {values.min()}, median {np.median(values):g}, most {values.max()}")
+    print(f"plot: {out}")
 
 
 def show(results: Results, folder: Path, seconds: float | None = None) -> None:
     """Print the table of an experiment and the path of its report."""
     from fadamgc.experiments.report.tables import caption, results_table
 
-    console = terminal()
-    console.print(results_table(results).to_rich(caption(results)))
-    for reasons in results.damaged.values():
-        for reason in reasons:
-            say(f"warning: {reason}; the tables are without this run, `fadamgc run --resume` runs it again")
+    terminal().print(results_table(results).to_rich(caption(results)))
+    for reason in chain(*results.damaged.values()):
+        say(f"warning: {reason}; the tables are without this run, `fadamgc run --resume` runs it again")
     if results.missing:
-        console.print(f"{results.missing} runs of the spec are missing", highlight=False)
+        print(f"{results.missing} runs of the spec are missing")
     took = "" if seconds is None else f" ({seconds:.0f} s)"
-    line = f"written{took}: {folder / 'report.html'}, with the tables and figures next to it"
-    console.print(printable(line), highlight=False, soft_wrap=True, markup=False)
+    print(printable(f"written{took}: {folder / 'report.html'}, with the tables and figures next to it"))

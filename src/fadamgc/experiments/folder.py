@@ -12,11 +12,13 @@ A folder that another program wrote may have no spec.toml: the spec is then deri
 
 from __future__ import annotations
 
+import copy
 import re
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from fadamgc.experiments.planned_run import REPORT, PlannedRun
 from fadamgc.experiments.spec.sections import STEPS, MethodSpec, Spec
 from fadamgc.experiments.spec.toml_io import load_spec
 from fadamgc.federation.run import Run, read_run
-from fadamgc.files import LOCK, lock, make_folder, write_atomic
+from fadamgc.files import LOCK, lock, make_folder
 
 SPEC = "spec.toml"
 PARTITION = "partition.png"
@@ -45,12 +47,12 @@ FILES = (
 
 @dataclass(frozen=True)
 class SavedExperiment:
-    """The spec and the saved runs of an experiment, by the labels of the methods."""
+    """The spec and the saved runs of an experiment, by the labels of the methods in the order of the spec."""
 
     spec: Spec
     runs: dict[str, list[Run]]  # finished
     diverged: dict[str, list[str]]  # why runs stopped whose updates were not finite
-    damaged: dict[str, list[str]]  # what is wrong with records
+    damaged: dict[str, list[str]]  # what is wrong with the records of other runs
 
 
 class ExperimentFolder:
@@ -71,12 +73,8 @@ class ExperimentFolder:
 
     # Reading.
 
-    def read_spec(self) -> Spec:
-        """Read the spec, or derive it from the saved runs."""
-        return self.read_plan()[0]
-
     def read_plan(self) -> tuple[Spec, list[PlannedRun]]:
-        """Read the spec and list its runs, saved or not."""
+        """Read the spec, or derive it from the saved runs, and list its runs, saved or not."""
         if self.has_spec:
             spec = load_spec(self.path / SPEC)
             return spec, self.plan(spec)
@@ -93,25 +91,22 @@ class ExperimentFolder:
     def load(self) -> SavedExperiment:
         """Read the spec and all saved runs; at least one must be finished."""
         spec, plan = self.read_plan()
-        runs: dict[str, list[Run]] = {method.label: [] for method in spec.methods}
-        diverged: dict[str, list[str]] = {method.label: [] for method in spec.methods}
-        damaged: dict[str, list[str]] = {method.label: [] for method in spec.methods}
+        empty: dict[str, list[Any]] = {method.label: [] for method in spec.methods}
+        saved = SavedExperiment(spec, *(copy.deepcopy(empty) for _ in range(3)))
         for planned in plan:
             label = planned.method.label
             try:
-                run = planned.load()
+                if (run := planned.load()) is not None:
+                    saved.runs[label].append(run)
+                elif (reason := planned.diverged()) is not None:
+                    saved.diverged[label].append(f"{planned.name}: {reason}")
             except CheckpointError as error:
-                damaged[label].append(f"{planned.name}: {error}")
-                continue
-            if run is not None:
-                runs[label].append(run)
-            elif (reason := planned.diverged()) is not None:
-                diverged[label].append(f"{planned.name}: {reason}")
-        if not any(runs.values()):
-            reasons = [reason for all_of in (*damaged.values(), *diverged.values()) for reason in all_of]
-            why = "".join(f"\n{reason}" for reason in reasons) if reasons else "; run it first"
+                saved.damaged[label].append(f"{planned.name}: {error}")
+        if not any(saved.runs.values()):
+            reasons = list(chain(*saved.damaged.values(), *saved.diverged.values()))
+            why = "\n".join(["", *reasons]) if reasons else "; run it first"
             raise InputError(f"folder={str(self.path)!r} has no finished run of its spec{why}")
-        return SavedExperiment(spec, runs, diverged, damaged)
+        return saved
 
     def _saved_folders(self) -> list[Path]:
         return [path for path in sorted(self.path.glob(f"{RUNS}/*")) if has_bundle(path, "run")]
@@ -128,38 +123,32 @@ class ExperimentFolder:
         plan = [PlannedRun.of_saved(run, path) for run, path in zip(saved, folders, strict=True)]
         first = plan[0]
         for other in plan[1:]:
-            for key, value, expected in _shared_settings(other, first):
-                if value != expected:
-                    raise InputError(
-                        f"folder={str(self.path)!r} has no {SPEC}, and its runs have different settings: "
-                        f"{key}={expected!r} in {first.folder.name}, {value!r} in {other.folder.name}; "
-                        "give a folder for each"
-                    )
+            for key, expected, value in _differences(_shared_settings(first), _shared_settings(other)):
+                raise InputError(
+                    f"folder={str(self.path)!r} has no {SPEC}, and its runs have different settings: "
+                    f"{key}={expected!r} in {first.folder.name}, {value!r} in {other.folder.name}; "
+                    "give a folder for each"
+                )
+        methods = [planned.method for planned in plan]
         per_method = any(planned.run.tracked != first.run.tracked for planned in plan)
-        methods = _distinct(
-            [
-                planned.method.model_copy(update={"tracked": planned.run.tracked if per_method else None})
-                for planned in plan
-            ]
-        )
+        if per_method:
+            methods = [p.method.model_copy(update={"tracked": p.run.tracked}) for p in plan]
+        methods = _distinct(methods)
         report = saved[0].settings.get(REPORT, {})
         name = re.sub(r"[^\w .-]", "-", str(report.get("experiment", self.path.resolve().name)))
         title = report.get("title", f"{saved[0].settings['task']}, {first.task.clients} clients")
-        run = {
-            "seeds": tuple(dict.fromkeys(planned.seed for planned in plan)),
-            "tracked": None if per_method else first.run.tracked,
-        }
+        seeds = tuple(dict.fromkeys(planned.seed for planned in plan))
+        run = {"seeds": seeds, "tracked": None if per_method else first.run.tracked}
         tables = {
             "name": name.lstrip(" .-") or "experiment",
             "title": printable(str(title)),
             "task": first.task,
             "run": first.run.model_copy(update=run),
             "cost": first.cost,
-            "methods": tuple(method for i, method in enumerate(methods) if method not in methods[:i]),
+            "methods": tuple({method.label: method for method in methods}.values()),
         }
         spec = Spec.from_table(tables, f"the runs of {self.path}:")
-        pairs = zip(plan, methods, strict=True)
-        return spec, [PlannedRun.of(spec, method, planned.seed, planned.folder) for planned, method in pairs]
+        return spec, [PlannedRun.of(spec, m, p.seed, p.folder) for p, m in zip(plan, methods, strict=True)]
 
     # Writing.
 
@@ -179,7 +168,7 @@ class ExperimentFolder:
             yield
 
     def make_ready(self, resume: bool, overwrite: bool) -> None:
-        """Make the folder and see that an experiment may be written into it."""
+        """Make the folder, and check that an experiment may be written into it."""
         out = self.path
         if resume and overwrite:
             raise InputError("resume and overwrite are both given; choose one")
@@ -207,10 +196,6 @@ class ExperimentFolder:
             reason = error.strerror if isinstance(error, OSError) else error
             raise InputError(f"out={str(out)!r} cannot be written: {reason}") from None
 
-    def write_spec(self, spec: Spec) -> None:
-        """Write the spec."""
-        write_atomic(self.path / SPEC, spec.to_toml().encode())
-
     def check_resumable(self, spec: Spec, tuned: bool = False) -> None:
         """Refuse to resume an experiment of other settings: its finished runs would be lost.
 
@@ -222,16 +207,14 @@ class ExperimentFolder:
         old = load_spec(self.path / SPEC)
         free = {"seeds"} if spec.run.stop_at_target or old.run.stop_at_target else {"seeds", "target"}
         labels = [method.label for method in old.methods]
-        before, now = (_settings(of, free, labels, tuned) for of in (old, spec))
+        saved, new = (_settings(s, free, labels, tuned) for s in (old, spec))
         if not set(old.run.seeds) <= set(spec.run.seeds):
-            before["[run] seeds"], now["[run] seeds"] = list(old.run.seeds), list(spec.run.seeds)
-        for key in {**before, **now}:
-            if before.get(key) != now.get(key):
-                raise InputError(
-                    f"out={str(self.path)!r} has an experiment with other settings: {key}="
-                    f"{before.get(key)!r} there, {now.get(key)!r} here; --overwrite replaces it, --out names "
-                    "another folder"
-                )
+            saved["[run] seeds"], new["[run] seeds"] = list(old.run.seeds), list(spec.run.seeds)
+        for key, old_value, value in _differences(saved, new):
+            raise InputError(
+                f"out={str(self.path)!r} has an experiment with other settings: {key}={old_value!r} there, "
+                f"{value!r} here; --overwrite replaces it, --out names another folder"
+            )
 
 
 def _settings(spec: Spec, free: set[str], labels: list[str], tuned: bool) -> dict[str, Any]:
@@ -253,26 +236,25 @@ def _is_leftover(name: str) -> bool:
     return name in (LOCK, ".writable") or (name.startswith(".") and name.endswith(".tmp"))
 
 
-def _shared_settings(planned: PlannedRun, first: PlannedRun) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the settings that all runs of an experiment share: name, and the values of two runs."""
-    for section in ("task", "run", "cost"):
-        values, expected = (getattr(run, section).model_dump() for run in (planned, first))
-        for key in values.keys() | expected.keys():
-            if not (section == "run" and key in ("seeds", "tracked")):
-                yield key, values.get(key), expected.get(key)
+def _shared_settings(planned: PlannedRun) -> dict[str, Any]:
+    """Return the settings that all runs of an experiment share."""
+    run = planned.run.model_dump(exclude={"seeds", "tracked"})
+    return {**dict(planned.task), **run, **dict(planned.cost)}
+
+
+def _differences(a: dict[str, Any], b: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    """List the keys whose values differ, with both values; a missing value is None."""
+    return [(key, a.get(key), b.get(key)) for key in {**a, **b} if a.get(key) != b.get(key)]
 
 
 def _distinct(methods: list[MethodSpec]) -> list[MethodSpec]:
-    """Name in the labels of different methods of the same label the settings in which they differ."""
+    """Add to the labels of different methods that have the same label the settings in which they differ."""
     settings = [{"algorithm": m.algorithm, "tracked": m.tracked} | m.hyperparameters for m in methods]
     result = []
     for method, values in zip(methods, settings, strict=True):
         rivals = [s for m, s in zip(methods, settings, strict=True) if m.slug == method.slug]
-        differing = [
-            f"{key}={value!r}"
-            for key, value in values.items()
-            if any(rival.get(key) != value for rival in rivals)
-        ]
+        keys = [key for key in values if any(rival.get(key) != values[key] for rival in rivals)]
+        differing = [f"{key}={values[key]!r}" for key in keys]
         label = f"{method.label} ({', '.join(differing)})" if differing else method.label
         result.append(method.model_copy(update={"label": label}))
     return result

@@ -1,4 +1,4 @@
-"""One run of an experiment: what determines it, where it is saved, and how it is read back."""
+"""One run of an experiment: the settings that determine it, where it is saved, and how it is read back."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from fadamgc.escape import printable
 from fadamgc.experiments.spec.sections import CostSpec, MethodSpec, RunSpec, Spec
 from fadamgc.federation.run import Run, read_run, sound
 from fadamgc.files import as_json, write_atomic
-from fadamgc.methods import algorithm_class, algorithms
 from fadamgc.tasks.sections import CustomTask, TaskSpec, task_spec
 from fadamgc.toml import frozen
 
 # In the folder of a run.
-RECORDS = ("run.json", "run.json.gz")  # the record of a finished run, plain or packed
+RECORDS = ("run.json", "run.json.gz")  # the record of a finished run, plain or compressed
 DIVERGED_RECORD = "diverged.json"  # why a run stopped whose update was not finite
 ADAPTER = "adapter"  # of a run on texts, in peft's format
 CHECKPOINT = "checkpoint"  # while the run is not finished
@@ -43,26 +42,18 @@ class PlannedRun:
     detail: str = ""  # distinguishes runs of the same method and seed in messages
 
     @classmethod
-    def of(
-        cls,
-        spec: Spec,
-        method: MethodSpec,
-        seed: int,
-        folder: Path,
-        validation: float = 0.0,
-        detail: str = "",
-    ) -> PlannedRun:
+    def of(cls, spec: Spec, method: MethodSpec, seed: int, folder: Path) -> PlannedRun:
         """Plan the run of a spec's method with one seed."""
         run = spec.run.model_copy(update={"tracked": spec.tracked(method)})
         algorithm = None if isinstance(spec.task, CustomTask) else method.make()
-        return cls(spec.task, run, spec.cost, method, algorithm, seed, folder, validation, detail)
+        return cls(spec.task, run, spec.cost, method, algorithm, seed, folder)
 
     @classmethod
     def of_saved(cls, run: Run, folder: Path) -> PlannedRun:
-        """Describe a saved run by its own settings, where no spec does.
+        """Describe a saved run by its settings, where there is no spec.
 
         Runs that another program saved (``Run.save``, a Flower server) have a custom task. Such a program may
-        tell in ``settings["report"]`` the ``label`` of the method and the ``measure``, the metric's name.
+        put the ``label`` of the method and the ``measure``, the metric's name, into ``settings["report"]``.
         """
         with sound(folder, "run"):
             settings = run.settings
@@ -70,23 +61,18 @@ class PlannedRun:
             identity = settings.get(IDENTITY)
             if identity is None:
                 measure = "accuracy" if any(r.test_accuracy is not None for r in run.history) else "metric"
-                task: TaskSpec = CustomTask(
-                    data="custom", clients=run.clients.n, measure=shown.get("measure", measure)
-                )
+                table = {"data": "custom", "clients": run.clients.n, "measure": shown.get("measure", measure)}
                 shared = set(RunSpec.model_fields) - {"executor", "dtype"}
-                identity = {"run": {k: v for k, v in settings.items() if k in shared}, "method": settings}
-            else:
-                task = task_spec(**identity["task"])
+                common = {key: value for key, value in settings.items() if key in shared}
+                identity = {"task": table, "run": common, "method": settings}
             seed, algorithm = settings["seed"], settings["algorithm"]
-            common = identity["run"] | {"seeds": [seed], "target": settings.get("target")}
-            title = algorithm_class(algorithm).title if algorithm in algorithms() else str(algorithm)
-            method = MethodSpec(
-                algorithm=algorithm,
-                label=shown.get("label", title),
-                hyperparameters=identity["method"]["hyperparameters"],
-            )
-            run_spec = RunSpec.from_table(frozen(common), "[run]")
-            return cls(task, run_spec, CostSpec(**asdict(run.cost)), method, run.algorithm, seed, folder)
+            run_table = identity["run"] | {"seeds": [seed], "target": settings.get("target")}
+            run_spec = RunSpec.from_table(frozen(run_table), "[run]")
+            title = str(algorithm) if run.algorithm is None else run.algorithm.title
+            values = identity["method"]["hyperparameters"]
+            method = MethodSpec(algorithm=algorithm, label=shown.get("label", title), hyperparameters=values)
+            task, cost = task_spec(**identity["task"]), CostSpec(**asdict(run.cost))
+            return cls(task, run_spec, cost, method, run.algorithm, seed, folder)
 
     @property
     def name(self) -> str:
@@ -104,9 +90,10 @@ class PlannedRun:
             "validation": self.validation,
         }
 
-    def labelled(self, run: Run) -> Run:
-        """Return the run with the identity of this plan in its settings."""
-        return replace(run, settings=run.settings | {IDENTITY: self.identity()})
+    def save(self, run: Run) -> None:
+        """Write the record of the finished run, with its identity."""
+        settings = run.settings | {IDENTITY: self.identity()}
+        replace(run, settings=settings).save(self.folder, states=False)
 
     def load(self) -> Run | None:
         """Read the saved run; None if there is none, or if the saved run has another identity.
@@ -130,7 +117,7 @@ class PlannedRun:
             return None
 
     def diverged(self) -> str | None:
-        """Tell why the run stopped, if an update of it was not finite."""
+        """Return why the run stopped, if one of its updates was not finite."""
         try:
             record = json.loads((self.folder / DIVERGED_RECORD).read_bytes())
         except (OSError, ValueError, RecursionError):
@@ -139,13 +126,13 @@ class PlannedRun:
         return str(record.get("error")) if same else None
 
     def save_diverged(self, error: str) -> None:
-        """Write down why the run stopped."""
+        """Write a record of why the run stopped."""
         self.folder.mkdir(parents=True, exist_ok=True)
         record = {IDENTITY: self.identity(), "error": error}
         write_atomic(self.folder / DIVERGED_RECORD, json.dumps(record).encode())
 
     def _is_identity(self, saved: object) -> bool:
-        """Compare a saved identity with this one; a spec has no key for a hyperparameter that is None."""
+        """Compare a saved identity with this one; hyperparameters that are None do not count."""
         return bool(_without_none(saved) == _without_none(self.identity()))
 
 

@@ -26,21 +26,18 @@ def predict(
 ) -> dict[str, float]:
     """Return the probability of each label, the likeliest first.
 
-    Args:
-        folder: of a run on texts, ``OUT/runs/NAME``.
-        first: the text.
-        second: the other text, if the data are pairs.
-        base: the folder of the base model, if it has moved since the run.
+    ``base`` is the folder of the base model, if it has moved since the run.
     """
     folder = Path(folder)
     task = _task(folder)
     inputs, classes = source(task.data).inputs, source(task.data).classes
-    if (second is not None) != (len(inputs) > 1):
+    texts = [first] if second is None else [first, second]
+    if len(texts) != len(inputs):
         raise InputError(f"{task.data} has {' and '.join(inputs)}; give {len(inputs)} text(s)")
-    for text in (first, second):
-        if text is not None and not text.strip():
+    for text in texts:
+        if not text.strip():
             raise InputError("the text is empty")
-        if text is not None and any("\ud800" <= letter <= "\udfff" for letter in text):
+        if any("\ud800" <= letter <= "\udfff" for letter in text):
             raise InputError(f"the text {text!r} is not UTF-8")
     from fadamgc.models.pretrained import base_folder, load_adapter
     from fadamgc.models.text import TextClassifier, encode
@@ -53,7 +50,7 @@ def predict(
         raise InputError(f"{error}; if it is a folder that has moved, give its path with --base") from None
     model = TextClassifier(loaded.net, loaded.tokenizer.pad_token_id).eval()
     length = task.length if loaded.positions is None else min(task.length, loaded.positions)
-    tokens = encode(loaded.tokenizer, [first], None if second is None else [second], length)
+    tokens = encode(loaded.tokenizer, [first], texts[1:] or None, length)
     with torch.no_grad():
         probabilities = torch.softmax(model(tokens)[0], dim=0).tolist()
     return dict(sorted(zip(labels_of(task.data), probabilities, strict=True), key=lambda pair: -pair[1]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from statistics import fmean
@@ -17,14 +17,17 @@ from fadamgc.escape import csv_bytes
 from fadamgc.experiments.folder import TUNED_SPEC, TUNING, TUNING_TABLE
 from fadamgc.experiments.planned_run import PlannedRun
 from fadamgc.experiments.report.numbers import mean_of
-from fadamgc.experiments.run.execution import is_done
-from fadamgc.experiments.run.progress import warn
 from fadamgc.experiments.run.runner import Runner
 from fadamgc.experiments.spec.sections import MethodSpec, Spec, TuneSpec
 from fadamgc.federation.run import Run
 from fadamgc.files import write_atomic
 
 AT_ONCE = 2  # points of each method that a race tries with more seeds before it ranks them again
+COLUMNS = {  # of tuning.csv, by the fields of a Point
+    **{"label": "method", "eta_l": "eta_l", "eta_g": "eta_g", "tried": "rounds_tried"},
+    **{"seeds": "seeds_tried", "reached": "seeds_reached", "rounds": "rounds_to_target"},
+    **{"final": "final_metric", "diverged": "seeds_diverged"},
+}
 
 Key: TypeAlias = tuple[str, float, float, int]  # label, eta_l, eta_g, rounds
 Pairs: TypeAlias = Mapping[str, Sequence[tuple[float, float]]]  # by label: eta_l and eta_g
@@ -47,8 +50,11 @@ class Point:
     seeds: int = 1  # number of seeds with which it was tried
 
     def rank(self) -> tuple[float, ...]:
-        """Rank points: the smallest rank was tried longest, has the most seeds at the target, the fewest
-        rounds, the fewest diverged seeds, the best end."""
+        """Return the place in the order of choice, smallest first.
+
+        First come the points that were tried for the most rounds, then those with the most seeds at the
+        target, the fewest rounds to it, the fewest diverged seeds, the best metric at the end.
+        """
         final = math.inf if self.final is None else self.final * (-1 if self.goal == "max" else 1)
         rounds = math.inf if self.rounds is None else self.rounds
         return (-self.tried, -self.reached, rounds, self.diverged, final, self.eta_l, self.eta_g)
@@ -72,22 +78,8 @@ class Tuned:
     def to_pandas(self) -> pd.DataFrame:
         """Make a table of the grid, one row per point; ``chosen`` marks those in the spec."""
         best = {(m.label, m.hyperparameters["eta_l"], m.hyperparameters["eta_g"]) for m in self.spec.methods}
-        rows = [
-            {
-                "method": p.label,
-                "eta_l": p.eta_l,
-                "eta_g": p.eta_g,
-                "rounds_tried": p.tried,
-                "seeds_tried": p.seeds,
-                "seeds_reached": p.reached,
-                "rounds_to_target": p.rounds,
-                "final_metric": p.final,
-                "seeds_diverged": p.diverged,
-                "chosen": (p.label, p.eta_l, p.eta_g) in best,
-            }
-            for p in self.points
-        ]
-        return pd.DataFrame(rows)
+        frame = pd.DataFrame(map(asdict, self.points))[list(COLUMNS)].rename(columns=COLUMNS)
+        return frame.assign(chosen=[(p.label, p.eta_l, p.eta_g) in best for p in self.points])
 
 
 def tune(
@@ -105,27 +97,18 @@ def tune(
 
     The search is "full"; or "race", which chooses the same without the runs that can no longer change the
     choice; or "halving": all points for a third of the rounds, and the best third of them for all rounds.
-    All methods have the same grid and the same chances.
-
-    Args:
-        spec: the experiment.
-        out: the folder of the experiment.
-        workers: processes; None is one per core.
-        quiet: show no progress.
-        resume: keep the saved runs in the folder that have the same settings.
-        runner: instead of ``workers`` and ``quiet``; it need not check again what it has checked.
+    All methods have the same grid and the same chances. The arguments are those of ``run_spec``.
     """
     out = Path(out)
     grid = grid_of(spec)
-    runner = runner or Runner(workers, quiet)
-    runner.check(tuning_plan(spec, out))
+    if runner is None:
+        runner = Runner(workers, quiet)
+        runner.check(tuning_plan(spec, out))
     results: dict[Key, list[Run | None]] = {}
 
     def try_points(rounds: int, pairs: Pairs, seeds: Sequence[int]) -> list[Point]:
         plan = tuning_plan(spec, out, rounds, pairs, seeds)
-        todo = [planned for planned in plan if not (resume and is_done(planned, warn))]
-        before = sum(map(len, results.values()))
-        runner.execute(todo, done=before + len(plan) - len(todo))
+        runner.execute(plan, resume, done=sum(map(len, results.values())))
         for planned in plan:
             steps = planned.method.hyperparameters
             key = (planned.method.label, steps["eta_l"], steps["eta_g"], rounds)
@@ -198,18 +181,15 @@ def tuning_plan(
     rounds = rounds or grid.rounds
     run = {"rounds": rounds, "stop_at_target": spec.run.target is not None, "on_nonfinite": "error"}
     short = spec.model_copy(update={"run": spec.run.model_copy(update=run)})
-    all_pairs = list(product(grid.eta_l, grid.eta_g))
     folder = out / TUNING if rounds == grid.rounds else out / TUNING / f"{rounds}-rounds"
     plan = []
     for method in spec.methods:
-        for eta_l, eta_g in all_pairs if pairs is None else pairs[method.label]:
-            changed = method.with_(eta_l=eta_l, eta_g=eta_g)
+        for eta_l, eta_g in product(grid.eta_l, grid.eta_g) if pairs is None else pairs[method.label]:
+            changed, detail = method.with_(eta_l=eta_l, eta_g=eta_g), f"eta_l={eta_l:g} eta_g={eta_g:g}"
             for seed in grid.seeds if seeds is None else seeds:
-                name = f"eta_l-{eta_l!r}-eta_g-{eta_g!r}-seed{seed}"
-                detail = f"eta_l={eta_l:g} eta_g={eta_g:g}"
-                plan.append(
-                    PlannedRun.of(short, changed, seed, folder / method.slug / name, grid.validation, detail)
-                )
+                place = folder / method.slug / f"eta_l-{eta_l!r}-eta_g-{eta_g!r}-seed{seed}"
+                planned = PlannedRun.of(short, changed, seed, place)
+                plan.append(replace(planned, validation=grid.validation, detail=detail))
     return plan
 
 
@@ -240,8 +220,7 @@ def with_best_steps(spec: Spec, points: list[Point]) -> Tuned:
 
 def _point(key: Key, runs: list[Run | None], target: float | None) -> Point:
     finished = [run for run in runs if run is not None]
-    rounds = [run.rounds_to(target) for run in finished] if target is not None else []
-    at_target = [r for r in rounds if r is not None]
+    at_target = [r for run in finished if target is not None and (r := run.rounds_to(target)) is not None]
     finals = [final for run in finished if (final := run.history[-1].test_metric) is not None]
     numbers = [final for final in finals if math.isfinite(final)]
     return Point(

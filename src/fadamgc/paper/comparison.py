@@ -1,4 +1,4 @@
-"""One page with all results of a folder next to the paper's: where the order of methods agrees, where not.
+"""One page with all results of a folder next to the paper's, and where the order of the methods agrees.
 
 python -m fadamgc.paper.comparison results docs/results.md
 """
@@ -15,24 +15,14 @@ from typing import NamedTuple
 
 from fadamgc.escape import markdown as escaped
 from fadamgc.experiments.folder import ExperimentFolder
+from fadamgc.experiments.report import tables
 from fadamgc.experiments.report.numbers import (
     TO_TARGET,
+    Experiments,
     ReportedExperiment,
     Results,
     Row,
-    Spread,
     read_results,
-)
-from fadamgc.experiments.report.tables import (
-    DASH,
-    Cell,
-    Table,
-    caption,
-    final_cell,
-    results_markdown,
-    summary_markdown,
-    text_rows,
-    to_target,
 )
 from fadamgc.files import write_atomic
 from fadamgc.paper import theory
@@ -51,21 +41,20 @@ LEVEL = 0.9  # a number of rounds below this share of another is called smaller
 # Which of two methods is ahead.
 
 
-def ahead(one: Row, other: Row, measure: str) -> int | None:
-    """Return -1 if ``one`` needs less to the target, 1 if ``other`` does, 0 if it is not clear.
+def ahead(a: Row, b: Row, measure: str) -> int | None:
+    """Return -1 if ``a`` is ahead on the way to the target, 1 if ``b`` is, 0 if it is not clear.
 
     None: neither reaches the target.
     """
-    if not one.reached and not other.reached:
+    if not a.reached and not b.reached:
         return None
-    if abs(one.reached - other.reached) >= 2 or not one.reached or not other.reached:
-        return -1 if one.reached > other.reached else 1
-    a: Spread = getattr(one, measure)
-    b: Spread = getattr(other, measure)
-    error = math.hypot(a.std / math.sqrt(one.reached), b.std / math.sqrt(other.reached))
-    if math.isnan(error) or abs(a.mean - b.mean) <= CLEAR * error:
+    if abs(a.reached - b.reached) >= 2 or not a.reached or not b.reached:
+        return -1 if a.reached > b.reached else 1
+    first, second = getattr(a, measure), getattr(b, measure)
+    error = math.hypot(first.std / math.sqrt(a.reached), second.std / math.sqrt(b.reached))
+    if math.isnan(error) or abs(first.mean - second.mean) <= CLEAR * error:
         return 0
-    return -1 if a.mean < b.mean else 1
+    return -1 if first.mean < second.mean else 1
 
 
 class Agreement(NamedTuple):
@@ -77,11 +66,11 @@ class Agreement(NamedTuple):
 
 
 def agreement(paper: Mapping[str, float], rows: Sequence[Row], measure: str) -> Agreement:
-    """Compare the order of those pairs of methods that the paper has; ``paper``: means by label."""
+    """Compare the order of all pairs of methods that are in the paper; ``paper``: its means by label."""
     result = Agreement([], [], [])
-    for one, other in combinations([row for row in rows if row.method.label in paper], 2):
-        a, b = one.method.label, other.method.label
-        ours = ahead(one, other, measure)
+    for row, other in combinations([row for row in rows if row.method.label in paper], 2):
+        a, b = row.method.label, other.method.label
+        ours = ahead(row, other, measure)
         if not ours:
             result.open.append((a, b))
         else:
@@ -91,36 +80,33 @@ def agreement(paper: Mapping[str, float], rows: Sequence[Row], measure: str) -> 
 
 
 def _sentence(agreed: Agreement, measure: str) -> str:
-    text = (
+    pairs = "; ".join(f"{a} ahead of {b}" for a, b in agreed.opposite)
+    return (
         f"- **{measure.capitalize()}**: of {sum(map(len, agreed))} pairs of methods {len(agreed.same)} are "
         f"in the paper's order, {len(agreed.opposite)} in the opposite order, and {len(agreed.open)} "
-        "cannot be told apart here."
+        f"cannot be told apart here.{f' Opposite: {pairs}.' if pairs else ''}"
     )
-    if agreed.opposite:
-        text += " Opposite: " + "; ".join(f"{a} ahead of {b}" for a, b in agreed.opposite) + "."
-    return text
 
 
 def _next_to_paper(results: Results, published: PaperRow, key: Callable[[Row], str]) -> str:
-    """Tabulate the paper's numbers and ours, and compare the orders; ``key``: a method's name there."""
+    """Tabulate the paper's numbers and ours, and compare orders; ``key``: a method's name in the paper."""
     rows = results.rows
     lines, sentences = [], []
     for measure in TO_TARGET:
         numbers = getattr(published, measure)
         paper = {row.method.label: numbers[key(row)] for row in rows if key(row) in numbers}
         pairs = [paper.get(row.method.label) for row in rows]
-        theirs = [DASH if pair is None else f"{pair[0]:g} ± {pair[1]:g}" for pair in pairs]
+        theirs = [tables.DASH if pair is None else f"{pair[0]:g} ± {pair[1]:g}" for pair in pairs]
         lines.append([f"{measure} to {published.target:.0%}, paper", *theirs])
-        ours = [to_target(results, row, measure).text for row in rows]
+        ours = [tables.to_target(results, row, measure).text for row in rows]
         lines.append([f"{measure} to {results.target}, here", *ours])
         means = {label: mean for label, (mean, _) in paper.items()}
         sentences.append(_sentence(agreement(means, rows, measure), measure))
-    lines.append(["final accuracy, here", *(final_cell(row, row.final, ".1%").text for row in rows)])
-    algorithms = [row.method.make() for row in rows]
-    steps = [f"{algorithm.eta_l:g}, {getattr(algorithm, 'eta_g', 1):g}" for algorithm in algorithms]
-    lines.append(["eta_l, eta_g, here", *steps])
+    lines.append(["final accuracy, here", *(tables.final_cell(row, row.final, ".1%").text for row in rows)])
+    steps = [(row.method.hyperparameter("eta_l"), row.method.hyperparameter("eta_g") or 1) for row in rows]
+    lines.append(["eta_l, eta_g, here", *(f"{eta_l:g}, {eta_g:g}" for eta_l, eta_g in steps)])
     labels = [row.method.label for row in rows]
-    table = Table(["", *labels], text_rows(lines), "l" + "r" * len(labels))
+    table = tables.Table(["", *labels], tables.text_rows(lines), "l" + "r" * len(labels))
     return table.to_markdown() + "\n" + "\n".join(sentences) + "\n"
 
 
@@ -136,9 +122,9 @@ class Claim(NamedTuple):
 
 
 def _claims_table(claims: Sequence[Claim]) -> str:
-    answers = {True: Cell("yes"), False: Cell("no", bold=True), None: Cell("not clear")}
-    lines = [[Cell(claim.paper), answers[claim.holds], Cell(claim.numbers)] for claim in claims]
-    return Table(["The paper", "Here", "Numbers"], lines, "lll").to_markdown()
+    answers = {True: tables.Cell("yes"), False: tables.Cell("no", bold=True), None: tables.Cell("not clear")}
+    lines = [[tables.Cell(claim.paper), answers[claim.holds], tables.Cell(claim.numbers)] for claim in claims]
+    return tables.Table(["The paper", "Here", "Numbers"], lines, "lll").to_markdown()
 
 
 def _row(experiment: ReportedExperiment, algorithm: str) -> Row | None:
@@ -146,24 +132,24 @@ def _row(experiment: ReportedExperiment, algorithm: str) -> Row | None:
 
 
 def _ahead(
-    claim: str, experiment: ReportedExperiment, one: str, other: str, measure: str, place: str = ""
+    claim: str, experiment: ReportedExperiment, first: str, second: str, measure: str, place: str = ""
 ) -> Claim:
-    """Claim that one algorithm is ahead of another."""
-    a, b = _row(experiment, one), _row(experiment, other)
+    """Claim that the first algorithm is ahead of the second."""
+    results, a, b = experiment.results, _row(experiment, first), _row(experiment, second)
     if a is None or b is None:
-        return Claim(claim, None, DASH)
+        return Claim(claim, None, tables.DASH)
     order = ahead(a, b, measure)
-    cells = [f"{row.method.label} {to_target(experiment.results, row, measure).text}" for row in (a, b)]
-    return Claim(claim, None if not order else order < 0, place + " and ".join(cells))
+    cells = [f"{row.method.label} {tables.to_target(results, row, measure).text}" for row in (a, b)]
+    return Claim(claim, order < 0 if order else None, place + " and ".join(cells))
 
 
-def _ratio(experiment: ReportedExperiment, one: str, other: str) -> float:
+def _ratio(experiment: ReportedExperiment, first: str, second: str) -> float:
     """Return the rounds of one algorithm over those of another; NaN where one does not reach the target."""
-    a, b = _row(experiment, one), _row(experiment, other)
+    a, b = _row(experiment, first), _row(experiment, second)
     return math.nan if a is None or b is None else a.rounds.mean / b.rounds.mean
 
 
-def _heterogeneity(experiments: Sequence[ReportedExperiment]) -> list[Claim]:
+def _heterogeneity(experiments: Experiments) -> list[Claim]:
     most, least = experiments[0], experiments[-1]
     gaps = [_ratio(experiment, "local_adam", "fadamgc") for experiment in (most, least)]
     known = not any(map(math.isnan, gaps))
@@ -180,7 +166,7 @@ def _heterogeneity(experiments: Sequence[ReportedExperiment]) -> list[Claim]:
     ]
 
 
-def _tracking(experiments: Sequence[ReportedExperiment]) -> list[Claim]:
+def _tracking(experiments: Experiments) -> list[Claim]:
     claims = []
     for group in dict.fromkeys(experiment.group for experiment in experiments):
         members = sorted((e for e in experiments if e.group == group), key=lambda e: e.value or 0)
@@ -205,7 +191,7 @@ def _tracking(experiments: Sequence[ReportedExperiment]) -> list[Claim]:
     return claims
 
 
-def _participation(experiments: Sequence[ReportedExperiment]) -> list[Claim]:
+def _participation(experiments: Experiments) -> list[Claim]:
     return [
         _ahead(f"{e.name}: FAdamGC is ahead of {other}", e, "fadamgc", algorithm, "rounds")
         for e in experiments
@@ -213,23 +199,18 @@ def _participation(experiments: Sequence[ReportedExperiment]) -> list[Claim]:
     ]
 
 
-def _theory(experiments: Sequence[ReportedExperiment]) -> list[Claim]:
+def _theory(experiments: Experiments) -> list[Claim]:
     claims = []
     for experiment in experiments:
         if experiment.results.spec.task.data != "quadratics":
             continue
-        finals = {
-            row.method.label: math.inf if row.diverged else row.final.mean for row in experiment.results.rows
-        }
+        rows = experiment.results.rows
+        finals = {row.method.label: math.inf if row.diverged else row.final.mean for row in rows}
         text = ", ".join(f"{label} {value:.1e}" for label, value in finals.items())
         stall = min(value for label, value in finals.items() if not label.startswith("FAdamGC"))
-        claims.append(
-            Claim(
-                f"{experiment.name}: FAdamGC reaches the optimum, the others stall",
-                finals["FAdamGC"] < 1e-12 < 1e-9 < stall,
-                f"squared gradient norm at the end: {text}",
-            )
-        )
+        claim = f"{experiment.name}: FAdamGC reaches the optimum, the others stall"
+        holds = finals["FAdamGC"] < 1e-12 < 1e-9 < stall
+        claims.append(Claim(claim, holds, f"squared gradient norm at the end: {text}"))
     for group, method, slope in theory.speed_ups(theory.bounds(experiments)):
         if not group.startswith("Exact"):
             claim = f"{group}, {method}: falls at least as fast as 1/sqrt(n K)"
@@ -237,7 +218,7 @@ def _theory(experiments: Sequence[ReportedExperiment]) -> list[Claim]:
     return claims
 
 
-CLAIMS: dict[str, Callable[[Sequence[ReportedExperiment]], list[Claim]]] = {
+CLAIMS: dict[str, Callable[[Experiments], list[Claim]]] = {
     "heterogeneity": _heterogeneity,
     "tracking": _tracking,
     "participation": _participation,
@@ -253,25 +234,21 @@ The command
 
     python -m fadamgc.paper.comparison results docs/results.md
 
-makes this page from the records under `results/`, except for the paragraphs called *Why*, which are written
-by hand (`notes.md` next to the records). The name of a section is the name of a study: `fadamgc reproduce
-NAME --scale laptop` runs it. The laptop scale has the paper's data, clients, participation and methods, but a
-smaller network, fewer local steps, a lower target, and step sizes tuned on one grid for all methods. So
-compare the order of the methods with the paper's, not the numbers. An order is called clear if the means are
-more than two standard errors apart, or if one method reaches the target with at least two more seeds than the
-other.
+writes this page from the records in `results/`. Only the paragraphs that start with *Why* are written by
+hand; they are in `notes.md` next to the records. The title of a section is the name of a study: `fadamgc
+reproduce NAME --scale laptop` runs the study again. The laptop scale has the paper's data, clients,
+participation and methods, but a smaller network, fewer local steps, a lower target, and step sizes that are
+tuned on one grid for all methods. Compare the order of the methods with the order in the paper, not the
+numbers. The order of two methods is clear if their means are more than two standard errors apart, or if one
+method reaches the target with at least two more seeds than the other.
 """
 
 
 def page(root: Path, to: Path) -> str:
     """Render the page, with links relative to the file that it will be written to."""
     folders = [path for path in root.iterdir() if ExperimentFolder(path).has_spec or (path / STUDY).is_file()]
-
-    def place(folder: Path) -> tuple[int, str]:
-        return (ORDER.index(folder.name) if folder.name in ORDER else len(ORDER), folder.name)
-
     parts = [INTRODUCTION]
-    for folder in sorted(folders, key=place):
+    for folder in sorted(folders, key=lambda folder: ([*ORDER, folder.name].index(folder.name), folder.name)):
         link = os.path.relpath(folder, to.parent)
         study = read_study(folder)
         body = _experiment(folder, link) if study is None else _study(folder, study, link)
@@ -284,11 +261,11 @@ def page(root: Path, to: Path) -> str:
 
 def _experiment(folder: Path, link: str) -> str:
     results = read_results(folder)
-    parts = [f"{escaped(caption(results))}. {_setting(results)} ([records]({link}))\n"]
+    parts = [f"{escaped(tables.caption(results))}. {_setting(results)} ([records]({link}))\n"]
     if folder.name in MAIN:
         parts.append(_next_to_paper(results, MAIN[folder.name], lambda row: row.method.algorithm))
     else:
-        parts.append("Not in the paper.\n\n" + results_markdown(results))
+        parts.append("Not in the paper.\n\n" + tables.results_markdown(results))
     parts.append(f"![Accuracy over rounds and minutes]({link}/curves.png)\n")
     return "\n".join(parts)
 
@@ -302,7 +279,7 @@ def _study(folder: Path, study: SavedStudy, link: str) -> str:
             table = _next_to_paper(experiment.results, BETA2[experiment.name], lambda row: row.method.label)
             parts.append(f"### {escaped(experiment.name)}\n\n{table}")
     else:
-        parts.append(summary_markdown(experiments, study.measures))
+        parts.append(tables.summary_markdown(experiments, study.measures))
     if study.name in CLAIMS:
         parts.append(_claims_table(CLAIMS[study.name](experiments)))
     if study.axis is not None:

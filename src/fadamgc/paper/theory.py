@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from fadamgc.escape import csv_bytes, printable
-from fadamgc.experiments.report.numbers import ReportedExperiment, Spread, mean_of
+from fadamgc.experiments.report.numbers import Experiments, Spread, mean_of
 from fadamgc.experiments.report.plots import colour, image_files, tidy
 from fadamgc.experiments.report.tables import DIVERGED, Table, text_rows
 from fadamgc.experiments.spec.sections import MethodSpec, Spec
@@ -71,11 +71,9 @@ def constants(spec: Spec, seed: int) -> Constants:
 
 
 @functools.lru_cache(maxsize=1024)
-def _constants(
-    task_spec: LinearRegressionTask | QuadraticsTask, batch_size: int | None, seed: int
-) -> Constants:
-    problem = synthetic(task_spec, seed)
-    model = build_task(task_spec, seed).model
+def _constants(task: LinearRegressionTask | QuadraticsTask, batch_size: int | None, seed: int) -> Constants:
+    problem = synthetic(task, seed)
+    model = build_task(task, seed).model
     start = torch.cat([p.detach().flatten() for p in model.parameters()]).double()
     clients = [(X.numpy(), Y.numpy()[:, 0]) for X, Y in problem.clients]
     optimum = problem.optimum.numpy()
@@ -119,7 +117,7 @@ def bound(c: Constants, method: MethodSpec, n: int, K: int, T: int) -> tuple[str
     return "|grad f|^2", 2 * leading, (c.L * c.F + moments + drift) / T
 
 
-def bounds(experiments: Sequence[ReportedExperiment]) -> list[Bound]:
+def bounds(experiments: Experiments) -> list[Bound]:
     """Compare theorems with the runs of experiments whose metric is the squared norm of the gradient."""
     lines = []
     for experiment in experiments:
@@ -129,22 +127,13 @@ def bounds(experiments: Sequence[ReportedExperiment]) -> list[Bound]:
         n, K, T = spec.task.clients, spec.run.local_steps, spec.run.rounds
         for method in spec.methods:
             runs = experiment.results.runs[method.label]
-            terms = [
-                term
-                for run in runs
-                if (term := bound(constants(spec, run.settings["seed"]), method, n, K, T)) is not None
-            ]
-            if not terms:
-                continue
-            norm = terms[0][0]
-            lines.append(
-                Bound(
-                    *(experiment.name, experiment.group, method.label, n, K, T, norm),
-                    measured=Spread.of([_mean_norm(run, squared=norm.endswith("2")) for run in runs]).mean,
-                    leading=fmean(leading for _, leading, _ in terms),
-                    rest=fmean(rest for _, _, rest in terms),
-                )
-            )
+            problems = [constants(spec, run.settings["seed"]) for run in runs]
+            terms = [term for c in problems if (term := bound(c, method, n, K, T)) is not None]
+            if terms:
+                norms, leading, rest = zip(*terms, strict=True)
+                measured = Spread.of([_mean_norm(run, squared=norms[0].endswith("2")) for run in runs]).mean
+                place = (experiment.name, experiment.group, method.label, n, K, T, norms[0])
+                lines.append(Bound(*place, measured, fmean(leading), fmean(rest)))
     return lines
 
 
@@ -162,28 +151,22 @@ def slope(lines: Sequence[Bound]) -> float:
 
 def speed_ups(lines: Sequence[Bound]) -> list[tuple[str, str, float]]:
     """List group, method and slope of those that have several values of n K."""
-    by_method: dict[tuple[str, str], list[Bound]] = {}
+    positive: dict[tuple[str, str], list[Bound]] = {}
     for line in lines:
-        by_method.setdefault((line.group or "", line.method), []).append(line)
-    slopes = []
-    for (group, method), members in by_method.items():
-        positive = [line for line in members if line.measured > 0]
-        if len({line.n * line.K for line in positive}) > 1:
-            slopes.append((group, method, slope(positive)))
-    return slopes
+        if line.measured > 0:
+            positive.setdefault((line.group or "", line.method), []).append(line)
+    several = {k: members for k, members in positive.items() if len({b.n * b.K for b in members}) > 1}
+    return [(group, method, slope(members)) for (group, method), members in several.items()]
 
 
 def bounds_markdown(lines: Sequence[Bound]) -> str:
     """Render the bounds and the slopes as tables in Markdown."""
     header = ["Experiment", "Method", "n", "K", "T", "bounded", "measured", "leading term", "other terms"]
-    rows = [
-        (
-            *(b.experiment, b.method, f"{b.n}", f"{b.K}", f"{b.T}", f"mean of {b.norm}"),
-            DIVERGED if math.isnan(b.measured) else f"{b.measured:.3g}",
-            *(f"{b.leading:.3g}", f"{b.rest:.3g}"),
-        )
-        for b in lines
-    ]
+    rows = []
+    for b in lines:
+        measured = DIVERGED if math.isnan(b.measured) else f"{b.measured:.3g}"
+        row = (b.experiment, b.method, f"{b.n}", f"{b.K}", f"{b.T}", f"mean of {b.norm}", measured)
+        rows.append((*row, f"{b.leading:.3g}", f"{b.rest:.3g}"))
     slopes = [(group, method, f"{p:.2f}") for group, method, p in speed_ups(lines)]
     tables = [
         Table(header, text_rows(rows), "llrrrlrrr"),
@@ -217,7 +200,7 @@ def bounds_figure(lines: Sequence[Bound]) -> Figure:
     return figure
 
 
-def bounds_files(experiments: Sequence[ReportedExperiment]) -> dict[str, bytes]:
+def bounds_files(experiments: Experiments) -> dict[str, bytes]:
     """Render bounds.csv, bounds.md and the figure; nothing where no theorem applies."""
     lines = bounds(experiments)
     if not lines:

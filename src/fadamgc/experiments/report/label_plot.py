@@ -5,9 +5,7 @@ Drawn without pyplot, so that no backend is chosen and no global state is touche
 
 from __future__ import annotations
 
-import os
 import textwrap
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -26,38 +24,23 @@ from fadamgc.files import write_atomic
 
 MOST_BARS = 60  # clients; above, a heatmap
 MOST_IN_LEGEND = 20  # classes; above, a colour bar
-LONGEST_NAME = 28
 SHARES = "share of the client's samples"
 
 
-def label_figure(
-    counts: npt.ArrayLike, class_names: Sequence[str] | None = None, title: str | None = None
-) -> Figure:
+def label_figure(counts: npt.ArrayLike, title: str | None = None) -> Figure:
     """Draw client sizes above and label shares below: stacked bars, or a heatmap for more than 60 clients.
 
-    Args:
-        counts: samples per client and class, (clients, classes); see `Partition.counts`.
-        class_names: names of the classes; their numbers by default.
-        title: a line above the plot, for example the note of the partition.
-
-    >>> label_figure([[3, 1], [0, 5]], title="two clients").axes[0].get_ylabel()
-    'samples'
+    ``counts`` has the samples per client and class, (clients, classes).
     """
     table = np.asarray(counts)
     if table.ndim != 2 or not table.size:
         raise InputError(f"counts has shape {table.shape}; accepted is (clients, classes), not empty")
     if table.dtype.kind not in "iu" or table.min() < 0:
-        raise InputError(
-            f"counts has dtype {table.dtype} and minimum {table.min()}; accepted are integers >= 0"
-        )
+        received = f"dtype {table.dtype} and minimum {table.min()}"
+        raise InputError(f"counts has {received}; accepted are integers >= 0")
     clients, classes = table.shape
-    names = [str(name) for name in (range(classes) if class_names is None else class_names)]
-    if len(names) != classes:
-        raise InputError(f"class_names has {len(names)} names; counts has {classes} classes")
-    names = [name if len(name) <= LONGEST_NAME else name[: LONGEST_NAME - 1] + "…" for name in names]
-
     panels = max(4.5, 0.2 * clients) if clients <= MOST_BARS else 9
-    width = panels + 2 + 0.08 * max(map(len, names))  # inches, with room for the names
+    width = panels + 2 + 0.08 * len(str(classes - 1))  # inches, with room for the numbers of the classes
     figure = Figure(figsize=(width, 5.5), layout="constrained")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[1, 2.5])
     top.set_ylabel("samples")
@@ -66,19 +49,14 @@ def label_figure(
     if title:
         figure.suptitle(textwrap.fill(title, int(width * 11)), fontsize=11, parse_math=False)
     draw = _draw_bars if clients <= MOST_BARS else _draw_heatmap
-    draw(figure, top, bottom, table.astype(np.int64), names)
+    draw(figure, top, bottom, table.astype(np.int64))
     return figure
 
 
-def save_label_plot(
-    counts: npt.ArrayLike,
-    path: str | os.PathLike[str],
-    class_names: Sequence[str] | None = None,
-    title: str | None = None,
-) -> Path:
+def save_label_plot(counts: npt.ArrayLike, path: str | Path, title: str | None = None) -> Path:
     """Write `label_figure` to a file, all or nothing; the ending (.png, .pdf, .svg) is the format."""
     path = Path(path)
-    figure = label_figure(counts, class_names, title)
+    figure = label_figure(counts, title)
     formats = figure.canvas.get_supported_filetypes()
     ending = path.suffix[1:].lower()
     if ending not in formats:
@@ -88,9 +66,7 @@ def save_label_plot(
     return path
 
 
-def _draw_bars(
-    figure: Figure, top: Axes, bottom: Axes, table: npt.NDArray[np.int64], names: list[str]
-) -> None:
+def _draw_bars(figure: Figure, top: Axes, bottom: Axes, table: npt.NDArray[np.int64]) -> None:
     clients, classes = table.shape
     x, sizes = np.arange(clients), table.sum(axis=1)
     crowded = clients * len(str(sizes.max())) > 40
@@ -115,18 +91,15 @@ def _draw_bars(
 
     if classes <= MOST_IN_LEGEND:
         patches = [Patch(color=colour) for colour in colours[::-1]]
-        side_legend(figure, patches, names[::-1], "class")
+        side_legend(figure, patches, [str(c) for c in reversed(range(classes))], "class")
     else:
         scale = ScalarMappable(BoundaryNorm(np.arange(classes + 1) - 0.5, classes), ListedColormap(colours))
         bar = figure.colorbar(scale, ax=[top, bottom], label="class", spacing="proportional")
-        ticks = _ticks(classes)
-        bar.set_ticks(ticks, labels=[names[c] for c in ticks], parse_math=False)
+        bar.set_ticks(_ticks(classes))
         bar.minorticks_off()
 
 
-def _draw_heatmap(
-    figure: Figure, top: Axes, bottom: Axes, table: npt.NDArray[np.int64], names: list[str]
-) -> None:
+def _draw_heatmap(figure: Figure, top: Axes, bottom: Axes, table: npt.NDArray[np.int64]) -> None:
     clients, classes = table.shape
     # Largest clients first; clients of the same size by their most frequent label.
     table = table[np.lexsort((table.argmax(axis=1), -table.sum(axis=1)))]
@@ -140,8 +113,7 @@ def _draw_heatmap(
     norm = PowerNorm(0.5, vmin=0, vmax=1)
     heatmap = bottom.imshow(_shares(table).T, aspect="auto", origin="lower", cmap="Blues", norm=norm)
     bottom.set(xlabel=f"rank of the client by size ({clients} clients, largest first)", ylabel="class")
-    ticks = list(range(classes)) if classes <= MOST_IN_LEGEND else _ticks(classes)
-    bottom.set_yticks(ticks, labels=[names[c] for c in ticks], parse_math=False)
+    bottom.set_yticks(range(classes) if classes <= MOST_IN_LEGEND else _ticks(classes))
     figure.colorbar(heatmap, ax=bottom, label=SHARES)
 
 

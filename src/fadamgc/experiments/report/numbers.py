@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from fadamgc.errors import InputError
-from fadamgc.experiments.folder import ExperimentFolder
-from fadamgc.experiments.spec.sections import MethodSpec, Spec
+from fadamgc.experiments.folder import ExperimentFolder, SavedExperiment
+from fadamgc.experiments.spec.sections import STEPS, MethodSpec
 from fadamgc.federation.cost import CostModel
 from fadamgc.federation.run import Run
 
@@ -26,7 +26,7 @@ MEASURES = {  # fields of a Row, and their titles
     "final": "{metric} at the end",
     "average": "{metric}, mean over the rounds",
 }
-LARGEST = 1e300  # of the values that are drawn: an axis needs room above them
+LARGEST = 1e300  # value that is drawn; an axis needs room above it
 
 
 # One row per method.
@@ -78,19 +78,19 @@ class Row:
     diverged: int = 0
 
     @classmethod
-    def of(cls, method: MethodSpec, runs: Sequence[Run], target: float | None, stopped: int = 0) -> Row:
+    def of(cls, method: MethodSpec, runs: Sequence[Run], target: float | None, stopped: int) -> Row:
         """Compute the row of a method; ``stopped`` further runs diverged and have no record."""
-        rounds = [run.rounds_to(target) for run in runs] if target is not None else []
-        minutes = [run.minutes_to(target) for run in runs] if target is not None else []
+        rounds = [] if target is None else [r for run in runs if (r := run.rounds_to(target)) is not None]
+        minutes = [] if target is None else [m for run in runs if (m := run.minutes_to(target)) is not None]
         metrics = [[r.test_metric for r in run.history if r.test_metric is not None] for run in runs]
         finals = [last for run in runs if run.history and (last := run.history[-1].test_metric) is not None]
         records = [record for run in runs for record in run.history]
         return cls(
             method=method,
             runs=len(runs) + stopped,
-            reached=sum(r is not None for r in rounds),
-            rounds=Spread.of([r for r in rounds if r is not None]),
-            minutes=Spread.of([m for m in minutes if m is not None]),
+            reached=len(rounds),
+            rounds=Spread.of(rounds),
+            minutes=Spread.of(minutes),
             final=Spread.of(finals),
             average=Spread.of([mean_of(values) for values in metrics if values]),
             mb_down=fmean(r.bytes_down for r in records) / 1e6 if records else math.nan,
@@ -113,14 +113,13 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Results:
-    """The saved runs of an experiment, priced by one cost model."""
+class Results(SavedExperiment):
+    """The saved runs of an experiment, priced by the cost model of its spec."""
 
-    spec: Spec
-    cost: CostModel
-    runs: dict[str, list[Run]]  # by the method's label, in the order of the spec
-    stopped: dict[str, list[str]] = field(default_factory=dict)  # by label: why runs stopped that diverged
-    damaged: dict[str, list[str]] = field(default_factory=dict)  # by label: what is wrong with their records
+    @cached_property
+    def cost(self) -> CostModel:
+        """The cost model."""
+        return self.spec.cost.model()
 
     @property
     def title(self) -> str:
@@ -143,7 +142,7 @@ class Results:
     @property
     def missing(self) -> int:
         """The number of runs of the spec that have not ended."""
-        ended = sum(map(len, self.runs.values())) + sum(map(len, self.stopped.values()))
+        ended = sum(map(len, self.runs.values())) + sum(map(len, self.diverged.values()))
         return len(self.runs) * len(self.spec.run.seeds) - ended
 
     @cached_property
@@ -160,35 +159,35 @@ class Results:
         """The numbers of the methods, in the order of the spec."""
         target = self.spec.run.target
         return [
-            Row.of(method, self.runs[method.label], target, len(self.stopped.get(method.label, ())))
+            Row.of(method, self.runs[method.label], target, stopped=len(self.diverged[method.label]))
             for method in self.spec.methods
         ]
 
 
-def read_results(folder: str | Path, cost: CostModel | None = None) -> Results:
-    """Read the saved runs of a folder, priced by the cost model of the spec or by another."""
+def read_results(folder: str | Path, cost: Mapping[str, Any] = {}) -> Results:
+    """Read the saved runs of a folder, priced by its spec; ``cost`` replaces values of [cost]."""
     saved = ExperimentFolder(folder).load()
-    spec = saved.spec if cost is None else saved.spec.replace("cost", **asdict(cost))
-    cost = cost or spec.cost.model()
-    runs = {label: [run.reprice(cost) for run in runs] for label, runs in saved.runs.items()}
-    return Results(spec, cost, runs, saved.diverged, saved.damaged)
+    spec = saved.spec.replace("cost", **cost)
+    model = spec.cost.model()
+    runs = {label: [run.reprice(model) for run in runs] for label, runs in saved.runs.items()}
+    return Results(spec, runs, saved.diverged, saved.damaged)
 
 
 def curves(results: Results) -> pd.DataFrame:
     """Tabulate every round of every run, with minutes and bytes summed up to the round."""
     import pandas as pd
 
-    frames = []
-    for label, runs in results.runs.items():
-        for run in runs:
-            if not run.history:
-                continue
-            frame = run.to_pandas()
-            frame.insert(0, "method", label)
-            frame.insert(1, "seed", run.settings["seed"])
-            frame["minutes"] = frame["simulated_seconds"].cumsum() / 60
-            frame["bytes"] = (frame["bytes_down"] + frame["bytes_up"]).cumsum()
-            frames.append(frame)
+    frames = [
+        run.to_pandas().assign(
+            method=label,
+            seed=run.settings["seed"],
+            minutes=lambda frame: frame["simulated_seconds"].cumsum() / 60,
+            bytes=lambda frame: (frame["bytes_down"] + frame["bytes_up"]).cumsum(),
+        )
+        for label, runs in results.runs.items()
+        for run in runs
+        if run.history
+    ]
     if not frames:
         raise InputError(f"the runs of {results.spec.name!r} have no rounds; run at least one")
     columns = ["method", "seed", "round", "minutes", "bytes", "train_loss", "test_loss", "test_accuracy"]
@@ -211,17 +210,9 @@ def mean_curves(results: Results, rounds: pd.DataFrame) -> dict[str, pd.DataFram
         values = metric[method_rounds.index]
         if results.logarithmic:
             values = values.map(math.log)
-        by_round = (
-            method_rounds.assign(value=values)
-            .groupby("round")
-            .agg(
-                minutes=("minutes", "mean"),
-                mean=("value", "mean"),
-                std=("value", "std"),
-                runs=("seed", "count"),
-            )
-        )
-        curve = by_round[by_round["runs"] == len(runs)].fillna({"std": 0.0}).reset_index()
+        groups = method_rounds.assign(value=values).groupby("round")
+        averaged = groups.agg(minutes=("minutes", "mean"), mean=("value", "mean"), std=("value", "std"))
+        curve = averaged[groups.size() == len(runs)].fillna({"std": 0.0}).reset_index()
         curve["low"], curve["high"] = curve["mean"] - curve["std"], curve["mean"] + curve["std"]
         if results.accuracy:
             curve["high"] = curve["high"].clip(upper=1)
@@ -236,22 +227,20 @@ def summary_frame(results: Results) -> pd.DataFrame:
     """Tabulate an experiment, one row per method, as in ``results.csv``."""
     import pandas as pd
 
-    return pd.DataFrame(
-        [
-            {
-                "method": row.method.label,
-                "algorithm": row.method.algorithm,
-                "eta_l": row.method.hyperparameter("eta_l"),
-                "eta_g": row.method.hyperparameter("eta_g"),
-                **_counts(row),
-                "target": results.spec.run.target,
-                **_spreads(row, ("rounds", "minutes", "final")),
-                "mb_down_per_round": row.mb_down,
-                "mb_up_per_round": row.mb_up,
-            }
-            for row in results.rows
-        ]
-    )
+    lines = [
+        {
+            "method": row.method.label,
+            "algorithm": row.method.algorithm,
+            **{step: row.method.hyperparameter(step) for step in STEPS},
+            **_counts(row),
+            "target": results.spec.run.target,
+            **_spreads(row, ("rounds", "minutes", "final")),
+            "mb_down_per_round": row.mb_down,
+            "mb_up_per_round": row.mb_up,
+        }
+        for row in results.rows
+    ]
+    return pd.DataFrame(lines)
 
 
 def _counts(row: Row) -> dict[str, int]:
@@ -277,33 +266,35 @@ class ReportedExperiment(NamedTuple):
     label_plot: bytes | None = None  # PNG
 
 
-def method_labels(experiments: Sequence[ReportedExperiment]) -> list[str]:
+Experiments: TypeAlias = Sequence[ReportedExperiment]
+
+
+def method_labels(experiments: Experiments) -> list[str]:
     """List the labels of all methods in the order of their first appearance."""
     return list(dict.fromkeys(label for experiment in experiments for label in experiment.results.runs))
 
 
-def measure_title(experiments: Sequence[ReportedExperiment], measure: str) -> str:
+def measure_title(experiments: Experiments, measure: str) -> str:
     """Return the title of a measure."""
     metrics = list(dict.fromkeys(experiment.results.spec.task.metric for experiment in experiments))
     title = MEASURES[measure].format(metric=" or ".join(metrics))
     return title[0].upper() + title[1:]
 
 
-def experiments_frame(experiments: Sequence[ReportedExperiment]) -> pd.DataFrame:
+def experiments_frame(experiments: Experiments) -> pd.DataFrame:
     """Tabulate several experiments, one row per experiment and method, as in ``summary.csv``."""
     import pandas as pd
 
-    return pd.DataFrame(
-        [
-            {
-                "experiment": experiment.name,
-                "value": experiment.value,
-                "method": row.method.label,
-                "target": experiment.results.spec.run.target,
-                **_counts(row),
-                **_spreads(row, tuple(MEASURES)),
-            }
-            for experiment in experiments
-            for row in experiment.results.rows
-        ]
-    )
+    lines = [
+        {
+            "experiment": experiment.name,
+            "value": experiment.value,
+            "method": row.method.label,
+            "target": experiment.results.spec.run.target,
+            **_counts(row),
+            **_spreads(row, tuple(MEASURES)),
+        }
+        for experiment in experiments
+        for row in experiment.results.rows
+    ]
+    return pd.DataFrame(lines)

@@ -11,26 +11,22 @@ import functools
 import json
 import math
 from collections import Counter
-from collections.abc import Sequence
 from importlib import resources
+from itertools import accumulate
 from statistics import median
 from typing import Any
 
 import jinja2
 
 from fadamgc.escape import printable
-from fadamgc.experiments.report.numbers import ReportedExperiment, Results
+from fadamgc.experiments.report.numbers import Experiments, ReportedExperiment, Results
 from fadamgc.experiments.report.plots import colour
 from fadamgc.experiments.report.tables import extent, legend, pricing, results_table
 from fadamgc.federation.cost import PerClient
 from fadamgc.federation.run import Run
 from fadamgc.tasks.sections import CustomTask
 
-AXES = {
-    "round": "Over rounds",
-    "bytes": "Over bytes",
-    "minutes": "Over simulated time",
-}
+AXES = {"round": "Over rounds", "bytes": "Over bytes", "minutes": "Over simulated time"}
 SLIDERS = (  # field of the cost model, text, unit, powers of ten from, to
     ("down_mbps", "Link to the clients", "Mbps", -3, 4),
     ("up_mbps", "Link to the server", "Mbps", -3, 4),
@@ -39,7 +35,7 @@ SLIDERS = (  # field of the cost model, text, unit, powers of ten from, to
 )
 
 
-def page(title: str, experiments: Sequence[ReportedExperiment]) -> str:
+def page(title: str, experiments: Experiments) -> str:
     """Render the page of one or several experiments."""
     from plotly.offline import get_plotlyjs
 
@@ -47,7 +43,7 @@ def page(title: str, experiments: Sequence[ReportedExperiment]) -> str:
     for experiment in experiments:
         for number, label in enumerate(experiment.results.runs):
             colours.setdefault(label, colour(number, len(experiment.results.runs)))
-    data = json.dumps([_data(one.results, colours) for one in experiments], allow_nan=False)
+    data = json.dumps([_data(experiment.results, colours) for experiment in experiments], allow_nan=False)
     alone = len(experiments) == 1
     return _template().render(
         title=title,
@@ -69,16 +65,13 @@ def _file(name: str) -> str:
 @functools.cache
 def _template() -> jinja2.Template:
     environment = jinja2.Environment(
-        autoescape=True,
-        trim_blocks=True,
-        keep_trailing_newline=True,
-        undefined=jinja2.StrictUndefined,
+        autoescape=True, trim_blocks=True, keep_trailing_newline=True, undefined=jinja2.StrictUndefined
     )
     return environment.from_string(_file("page.html.j2"))
 
 
 def _context(experiment: ReportedExperiment) -> dict[str, Any]:
-    """Return what the template shows of an experiment."""
+    """Return the values of an experiment that the template shows."""
     results = experiment.results
     table = results_table(results)
     runs = [run for runs in results.runs.values() for run in runs]
@@ -145,12 +138,8 @@ def _data(results: Results, colours: dict[str, str]) -> dict[str, Any]:
 
 def _run(run: Run, works: dict[Any, int]) -> dict[str, Any]:
     """Return the rounds of a run; equal rounds share a number in ``works``."""
-    total = 0
-    total_bytes = []
     work_numbers = []
     for record in run.history:
-        total += record.bytes_down + record.bytes_up
-        total_bytes.append(total)
         exchanges = []
         for work in record.work:
             clients = Counter(zip(work.down, work.up, work.steps, strict=True))
@@ -159,7 +148,7 @@ def _run(run: Run, works: dict[Any, int]) -> dict[str, Any]:
     return {
         "seed": run.settings["seed"],
         "metric": [_finite(record.test_metric) for record in run.history],
-        "bytes": total_bytes,
+        "bytes": list(accumulate(record.bytes_down + record.bytes_up for record in run.history)),
         "seconds": [_finite(record.simulated_seconds) for record in run.history],
         "work": work_numbers,
     }
@@ -171,5 +160,4 @@ def _finite(value: float | None) -> float | None:
 
 def _slider_start(value: PerClient) -> float:
     """Return where a slider starts: at the median where clients differ."""
-    number = float(median(value) if isinstance(value, tuple) else value)
-    return min(number, 1e12)
+    return min(float(median(value) if isinstance(value, tuple) else value), 1e12)

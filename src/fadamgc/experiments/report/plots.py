@@ -11,13 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from fadamgc.escape import printable
-from fadamgc.experiments.report.numbers import (
-    TO_TARGET,
-    ReportedExperiment,
-    Results,
-    measure_title,
-    method_labels,
-)
+from fadamgc.experiments.report.numbers import TO_TARGET, Experiments, Results, measure_title, method_labels
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -104,14 +98,8 @@ def _draw_curves(panel: Axes, results: Results, averages: Mapping[str, pd.DataFr
         if label not in averages:
             continue
         curve, shade, subject = averages[label], colour(number, count), number == count - 1
-        width = 2.4 if subject else 1.5
-        panel.plot(
-            *(curve[x], curve["mean"]),
-            color=shade,
-            linewidth=width,
-            label=printable(label),
-            zorder=3 + subject,
-        )
+        width, text = 2.4 if subject else 1.5, printable(label)
+        panel.plot(curve[x], curve["mean"], color=shade, linewidth=width, label=text, zorder=3 + subject)
         panel.fill_between(curve[x], curve["low"], curve["high"], color=shade, alpha=0.12, linewidth=0)
     if target is not None:
         name = f"target {results.target}"
@@ -128,7 +116,7 @@ def _draw_curves(panel: Axes, results: Results, averages: Mapping[str, pd.DataFr
 
 
 def summary_figure(
-    experiments: Sequence[ReportedExperiment], axis: str, title: str, measures: Sequence[str] = TO_TARGET
+    experiments: Experiments, axis: str, title: str, measures: Sequence[str] = TO_TARGET
 ) -> Figure:
     """Draw measures over the axis of several experiments, one row of panels per group."""
     from matplotlib.figure import Figure
@@ -148,21 +136,15 @@ def summary_figure(
     return figure
 
 
-def _draw_measure(
-    panel: Axes, experiments: Sequence[ReportedExperiment], labels: Sequence[str], measure: str
-) -> None:
+def _draw_measure(panel: Axes, experiments: Experiments, labels: Sequence[str], measure: str) -> None:
     positive = False  # whether a mean is above 0
     for number, label in enumerate(labels):
-        spreads = [
-            (experiment.value, getattr(row, measure))
+        points = sorted(
+            (experiment.value, spread.mean, 0.0 if math.isnan(spread.std) else spread.std)
             for experiment in experiments
             for row in experiment.results.rows
             if row.method.label == label and experiment.value is not None
-        ]
-        points = sorted(
-            (value, spread.mean, 0.0 if math.isnan(spread.std) else spread.std)
-            for value, spread in spreads
-            if not math.isnan(spread.mean)
+            if not math.isnan((spread := getattr(row, measure)).mean)
         )
         if points:
             x, means, bars = zip(*points, strict=True)

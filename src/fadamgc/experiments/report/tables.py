@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -10,22 +11,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fadamgc import escape
 from fadamgc.escape import printable
-from fadamgc.experiments.report.numbers import (
-    TO_TARGET,
-    ReportedExperiment,
-    Results,
-    Row,
-    Spread,
-    measure_title,
-    method_labels,
-)
+from fadamgc.experiments.report import numbers
+from fadamgc.experiments.report.numbers import TO_TARGET, Experiments, Results, Row, Spread
 
 if TYPE_CHECKING:
     import rich.table
 
 DASH = "\N{EN DASH}"
 DIVERGED = "diverged"
-MARKDOWN_ALIGNMENT = {"l": ":--", "r": "--:"}
+MARKDOWN_ALIGNMENT = {"l": ":--|", "r": "--:|"}
 
 
 class Cell(NamedTuple):
@@ -46,15 +40,9 @@ class Table:
 
     def to_markdown(self) -> str:
         """Render the table in Markdown."""
-        lines = [
-            _markdown_row(map(escape.markdown, self.header)),
-            "|" + "|".join(MARKDOWN_ALIGNMENT[side] for side in self.align) + "|",
-        ]
-        for row in self.rows:
-            texts = [escape.markdown(cell.text) for cell in row]
-            lines.append(
-                _markdown_row(f"**{t}**" if cell.bold else t for t, cell in zip(texts, row, strict=True))
-            )
+        rows = [[Cell(text) for text in self.header], *self.rows]
+        lines = ["|" + "".join(map(_markdown_cell, row)) for row in rows]
+        lines.insert(1, "|" + "".join(MARKDOWN_ALIGNMENT[side] for side in self.align))
         return "\n".join(lines) + "\n"
 
     def to_latex(self, group: int) -> str:
@@ -85,8 +73,9 @@ def text_rows(rows: Iterable[Iterable[str]]) -> list[list[Cell]]:
     return [[Cell(text) for text in row] for row in rows]
 
 
-def _markdown_row(texts: Iterable[str]) -> str:
-    return "|" + "".join(f" {text} |" if text else " |" for text in texts)
+def _markdown_cell(cell: Cell) -> str:
+    text = escape.markdown(cell.text)
+    return f" **{text}** |" if cell.bold else f" {text} |" if text else " |"
 
 
 def _latex_cell(cell: Cell) -> str:
@@ -137,21 +126,19 @@ def results_table(results: Results) -> Table:
     rows, accuracy = results.rows, results.accuracy
     finals = [row.final.mean for row in rows if not math.isnan(row.final.mean) and not row.diverged]
     best_final = (max if accuracy else min)(finals, default=None)
+    scale, form, unit = (100, ".1f", " %") if accuracy else (1, ".2e", "")
     minutes = _three_digits([row.minutes.mean for row in rows])
     mb = _three_digits([row.mb for row in rows])
     lines = []
     for row in rows:
-        final = row.final
-        if accuracy:
-            final, form, unit = Spread(100 * final.mean, 100 * final.std), ".1f", " %"
-        else:
-            form, unit = ".2e", ""
+        final = Spread(scale * row.final.mean, scale * row.final.std)
+        best = not row.diverged and row.final.mean == best_final
         lines.append(
             [
                 Cell(printable(row.method.label) + _run_count(row, results)),
                 to_target(results, row, "rounds", ".1f", " reached"),
                 to_target(results, row, "minutes", minutes, " reached"),
-                final_cell(row, final, form, unit, not row.diverged and row.final.mean == best_final),
+                final_cell(row, final, form, unit, best),
                 Cell(DASH if math.isnan(row.mb) else f"{row.mb:{mb}}"),
             ]
         )
@@ -162,7 +149,7 @@ def results_table(results: Results) -> Table:
 
 def _run_count(row: Row, results: Results) -> str:
     """Return the number of runs of a method where some are missing."""
-    seeds, damaged = len(results.spec.run.seeds), len(results.damaged.get(row.method.label, ()))
+    seeds, damaged = len(results.spec.run.seeds), len(results.damaged[row.method.label])
     more = f", {damaged} damaged" if damaged else ""
     return "" if row.runs == seeds else f" ({row.runs} of {seeds} runs{more})"
 
@@ -214,7 +201,7 @@ def caption(results: Results) -> str:
 
 
 def extent(results: Results) -> str:
-    """Say how much was run."""
+    """Return the number of rounds and seeds."""
     count = len(results.spec.run.seeds)
     return f"{results.spec.run.rounds} rounds, {count} seed{'s' if count > 1 else ''}"
 
@@ -235,7 +222,7 @@ def _diverged_note(rows: Iterable[Row]) -> str:
 
 
 def pricing(results: Results) -> str:
-    """Say how rounds are priced; web/page.js has the same sentence."""
+    """Return how rounds are priced, in words; web/page.js has the same sentence."""
     cost = results.cost
     links = f"links of {_range(cost.down_mbps)} Mbps down and {_range(cost.up_mbps)} Mbps up"
     steps = f"{_range(cost.seconds_per_step)} s per local step"
@@ -251,31 +238,22 @@ def _range(value: float | tuple[float, ...]) -> str:
 # Several experiments, in the shape of the paper's tables.
 
 
-def summary_table(
-    experiments: Sequence[ReportedExperiment], measure: str, precise_minutes: bool = False
-) -> Table:
+def summary_table(experiments: Experiments, measure: str, precise_minutes: bool = False) -> Table:
     """Tabulate a measure, one row per experiment and one column per method.
 
     Only a method that reached the target with every seed can be the best; or that finished with every seed,
     where the measure is the metric. ``precise_minutes``: with the digits of ``results_table``.
     """
-    labels = method_labels(experiments)
+    labels = numbers.method_labels(experiments)
     lines = []
     for experiment in experiments:
-        results = experiment.results
-        rows = {row.method.label: row for row in results.rows}
-        minutes = _three_digits([row.minutes.mean for row in results.rows]) if precise_minutes else ".1f"
-        line = [Cell(experiment.name)]
-        for label in labels:
-            if label not in rows:
-                line.append(Cell(DASH))
-            elif measure in TO_TARGET:
-                form = minutes if measure == "minutes" else ".1f"
-                line.append(to_target(results, rows[label], measure, form))
-            else:
-                line.append(_metric_cell(results, rows[label], measure))
-        lines.append(line)
-    return Table([measure_title(experiments, measure), *labels], lines, "l" + "r" * len(labels))
+        results, form = experiment.results, ".1f"
+        if precise_minutes and measure == "minutes":
+            form = _three_digits([row.minutes.mean for row in results.rows])
+        show = functools.partial(to_target, form=form) if measure in TO_TARGET else _metric_cell
+        cells = {row.method.label: show(results, row, measure) for row in results.rows}
+        lines.append([Cell(experiment.name), *(cells.get(label, Cell(DASH)) for label in labels)])
+    return Table([numbers.measure_title(experiments, measure), *labels], lines, "l" + "r" * len(labels))
 
 
 def _metric_cell(results: Results, row: Row, measure: str) -> Cell:
@@ -291,7 +269,7 @@ def _metric_cell(results: Results, row: Row, measure: str) -> Cell:
     return number(spread, ".1%" if results.accuracy else ".2e", note, bold)
 
 
-def summary_markdown(experiments: Sequence[ReportedExperiment], measures: Sequence[str] = TO_TARGET) -> str:
+def summary_markdown(experiments: Experiments, measures: Sequence[str] = TO_TARGET) -> str:
     """Render the tables of several experiments in Markdown, with a legend."""
     tables = [summary_table(experiments, measure).to_markdown() for measure in measures]
     did = "reached the target" if set(measures) <= set(TO_TARGET) else "finished"
@@ -304,9 +282,7 @@ def summary_markdown(experiments: Sequence[ReportedExperiment], measures: Sequen
 
 
 def summary_latex(
-    experiments: Sequence[ReportedExperiment],
-    measures: Sequence[str] = TO_TARGET,
-    precise_minutes: bool = False,
+    experiments: Experiments, measures: Sequence[str] = TO_TARGET, precise_minutes: bool = False
 ) -> str:
     """Render the tables of several experiments as one LaTeX tabular."""
     lines = []
@@ -314,5 +290,5 @@ def summary_latex(
         table = summary_table(experiments, measure, precise_minutes)
         titles = [table.header[0]] + [""] * (len(table.rows) - 1)
         lines += [[Cell(title), *row] for title, row in zip(titles, table.rows, strict=True)]
-    labels = method_labels(experiments)
+    labels = numbers.method_labels(experiments)
     return Table(["Measure", "Data", *labels], lines, "ll" + "c" * len(labels)).to_latex(len(experiments))

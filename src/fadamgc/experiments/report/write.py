@@ -2,46 +2,30 @@
 
 from __future__ import annotations
 
-import gzip
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from fadamgc import escape
 from fadamgc.errors import InputError
-from fadamgc.experiments.folder import PARTITION, RUNS, SPEC, TUNED_SPEC, TUNING_TABLE
-from fadamgc.experiments.planned_run import DIVERGED_RECORD, RECORDS
-from fadamgc.experiments.report.numbers import (
-    TO_TARGET,
-    ReportedExperiment,
-    Results,
-    curves,
-    experiments_frame,
-    mean_curves,
-    read_results,
-    summary_frame,
-)
+from fadamgc.experiments.folder import PARTITION
+from fadamgc.experiments.report import numbers
+from fadamgc.experiments.report.numbers import TO_TARGET, Experiments, ReportedExperiment, Results
 from fadamgc.experiments.report.page import page
 from fadamgc.experiments.report.plots import curves_figure, image_files, summary_figure
 from fadamgc.experiments.report.tables import results_markdown, summary_latex, summary_markdown
-from fadamgc.federation.cost import CostModel
 from fadamgc.files import write_atomic
 
-# The files of an experiment that ``keep`` copies: records, tables and a few figures; no weights, no page.
-KEPT = (
-    *(SPEC, PARTITION, TUNING_TABLE, TUNED_SPEC),
-    *("results.csv", "results.md", "results.tex", "curves.png"),
-)
 
-
-def write_report(folder: str | Path, cost: CostModel | None = None, out: str | Path | None = None) -> Results:
-    """Write all tables, figures and the page of an experiment into its folder, or into another."""
+def write_report(folder: str | Path, cost: Mapping[str, Any] = {}, out: str | Path | None = None) -> Results:
+    """Write the report of an experiment into its folder or ``out``; ``cost`` replaces values of [cost]."""
     experiment = read_experiment(folder, cost)
     results = experiment.results
     by_name = experiment._replace(name=results.spec.name)
-    rounds = curves(results)
-    averages = mean_curves(results, rounds)
+    rounds = numbers.curves(results)
+    averages = numbers.mean_curves(results, rounds)
     files = {
-        "results.csv": escape.csv_bytes(summary_frame(results)),
+        "results.csv": escape.csv_bytes(numbers.summary_frame(results)),
         "results.md": results_markdown(results).encode(),
         "results.tex": summary_latex([by_name], (*TO_TARGET, "final"), precise_minutes=True).encode(),
         "curves.csv": escape.csv_bytes(rounds),
@@ -56,40 +40,32 @@ def write_report(folder: str | Path, cost: CostModel | None = None, out: str | P
     return results
 
 
-def read_experiment(folder: str | Path, cost: CostModel | None = None) -> ReportedExperiment:
+def read_experiment(folder: str | Path, cost: Mapping[str, Any] = {}) -> ReportedExperiment:
     """Read the experiment in a folder, under its title, with the plot of its labels."""
-    results, plot = read_results(folder, cost), Path(folder) / PARTITION
+    results, plot = numbers.read_results(folder, cost), Path(folder) / PARTITION
     return ReportedExperiment(results.title, results, label_plot=plot.read_bytes() if plot.exists() else None)
 
 
-def write_reports(
-    folders: Sequence[str | Path], out: str | Path, cost: CostModel | None = None, title: str | None = None
-) -> list[Path]:
+def write_reports(folders: Iterable[str | Path], out: str | Path, cost: Mapping[str, Any] = {}) -> list[Path]:
     """Write one page and one set of tables for the experiments in several folders."""
     experiments = [read_experiment(folder, cost) for folder in folders]
-    return write_summary(out, experiments, title or ", ".join(one.name for one in experiments))
+    return write_summary(out, experiments, title=", ".join(experiment.name for experiment in experiments))
 
 
 def write_summary(
     folder: str | Path,
-    experiments: Sequence[ReportedExperiment],
+    experiments: Experiments,
     title: str,
     axis: str | None = None,
     measures: Sequence[str] = TO_TARGET,
     more: Mapping[str, bytes] | None = None,
 ) -> list[Path]:
-    """Write the tables and the page of several experiments.
+    """Write the tables and the page of several experiments, and a figure if they vary along an ``axis``.
 
-    Args:
-        folder: where to.
-        experiments: in the order of the tables.
-        title: of the page.
-        axis: what the experiments vary, where a figure shows it.
-        measures: of the tables and the figure.
-        more: further files.
+    ``more`` has further files that are written to the folder.
     """
     files = {
-        "summary.csv": escape.csv_bytes(experiments_frame(experiments)),
+        "summary.csv": escape.csv_bytes(numbers.experiments_frame(experiments)),
         "summary.md": f"# {escape.markdown(title)}\n\n{summary_markdown(experiments, measures)}".encode(),
         "summary.tex": summary_latex(experiments, measures).encode(),
     }
@@ -111,41 +87,3 @@ def write_files(
     except OSError as error:
         raise InputError(f"{argument}={str(folder)!r} cannot be written: {error.strerror}{hint}") from None
     return [folder / name for name in files]
-
-
-def kept_files(folder: Path) -> list[Path]:
-    """List the files of an experiment from which its report can be made again."""
-    runs = sorted(folder.glob(f"{RUNS}/*"))
-    paths = [folder / name for name in KEPT]
-    paths += [run / name for run in runs for name in (*RECORDS, DIVERGED_RECORD)]
-    return [path for path in paths if path.is_file()]
-
-
-def copy_files(folder: Path, to: Path, paths: Sequence[Path]) -> int:
-    """Copy files of a folder into another and return the bytes written; records are packed about six times.
-
-    No link leads out of either folder.
-    """
-    total = 0
-    try:
-        for path in paths:
-            target = to / path.relative_to(folder)
-            check_inside(folder, path, "folder")
-            check_inside(to, target, "to")
-            target.parent.mkdir(parents=True, exist_ok=True)
-            data = path.read_bytes()
-            if path.name == "run.json":
-                target, data = target.with_name("run.json.gz"), gzip.compress(data, mtime=0)
-            write_atomic(target, data)
-            total += len(data)
-    except OSError as error:
-        raise InputError(f"to={str(to)!r} cannot be written: {error.strerror}") from None
-    return total
-
-
-def check_inside(folder: Path, path: Path, argument: str) -> None:
-    """Refuse a path that leads out of a folder, by ``..`` or by a symbolic link."""
-    if not path.resolve().is_relative_to(folder.resolve()):
-        raise InputError(
-            f"{argument}={str(path)!r} leads out of {str(folder)!r}; give a folder without such links"
-        )

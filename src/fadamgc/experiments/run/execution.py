@@ -1,4 +1,4 @@
-"""How runs are executed in this process: checked, started or resumed, advanced together, and saved.
+"""Execute runs in this process: check, start or resume them, advance them together, and save them.
 
 This is the only module of the experiments that uses the simulator.
 """
@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ from fadamgc.errors import (
 )
 from fadamgc.experiments.planned_run import ADAPTER, CHECKPOINT, DIVERGED_RECORD, RECORDS, PlannedRun
 from fadamgc.federation.run import Run
-from fadamgc.files import remove_leftovers
+from fadamgc.files import remove_leftovers, unwritable
 from fadamgc.runtime import memory
 from fadamgc.sim.engine import RoundEnd
 from fadamgc.sim.executors.machine_code import compiler
@@ -46,16 +46,16 @@ from fadamgc.tree import leaves
 log = logging.getLogger("fadamgc")
 
 CHECKPOINT_EVERY = 25  # rounds that an interrupted run loses at the most
-CACHED = 1 / 8  # of the memory, for the tasks that all processes keep
+CACHED = 1 / 8  # share of the memory for the tasks that all processes together keep
 
 Warn = Callable[[str], object]  # shows a warning to the user
 
 
 class DiskSpace(NamedTuple):
-    """Bytes that a run takes on disk, about."""
+    """The approximate disk space of a run, in bytes."""
 
     record: int  # permanently
-    checkpoint: int  # while it runs
+    checkpoint: int  # while the run is executed
 
 
 class RunEnd(NamedTuple):
@@ -67,15 +67,11 @@ class RunEnd(NamedTuple):
 
 
 class Stopped(Exception):  # noqa: N818
-    """The user stops the command; runs that are not finished are not saved."""
+    """The user has stopped the command; runs that are not finished are not saved."""
 
 
 class TaskCache:
-    """The tasks of runs; those that fit into a part of the memory are built once.
-
-    Args:
-        processes: how many processes have such a cache.
-    """
+    """The tasks of runs; those that fit into this process's part of the memory are built once."""
 
     def __init__(self, processes: int = 1) -> None:
         self.limit = CACHED * (memory() or 0) / processes
@@ -87,7 +83,7 @@ class TaskCache:
         if key in self._tasks:
             return self._tasks[key][0]
         task = build_task(*key)
-        size = _task_bytes(task)
+        size = _bytes(chain(task.model.parameters(), task.model.buffers(), *task.pairs, task.test_pair or ()))
         while self._tasks and sum(s for _, s in self._tasks.values()) + size > self.limit:
             del self._tasks[next(iter(self._tasks))]
         if size <= self.limit:
@@ -95,18 +91,12 @@ class TaskCache:
         return task
 
 
-def _task_bytes(task: Task) -> int:
-    pairs = [*task.pairs, *([] if task.test_pair is None else [task.test_pair])]
-    tensors = [*task.model.parameters(), *task.model.buffers(), *(t for pair in pairs for t in pair)]
-    return _bytes(tensors)
-
-
 def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
 def arguments(planned: PlannedRun, task: Task) -> dict[str, Any]:
-    """Return the arguments with which ``simulate`` makes a run."""
+    """Return the arguments of ``simulate`` for a run."""
     run = planned.run
     return {name: getattr(run, name) for name in SETTINGS if name in type(run).model_fields} | {
         "algorithm": planned.algorithm,
@@ -114,7 +104,7 @@ def arguments(planned: PlannedRun, task: Task) -> dict[str, Any]:
         "seed": planned.seed,
         "target": run.target if run.stop_at_target else None,
         "cost": planned.cost.model(),
-        "dtype": {"float32": torch.float32, "float64": torch.float64}[run.dtype],
+        "dtype": getattr(torch, run.dtype),
         "executor": run.executor,
     }
 
@@ -139,13 +129,13 @@ def share_compiled_code() -> None:
 
 def execute(
     plan: Sequence[PlannedRun],
-    on_round: Callable[[int], bool],
+    on_round: Callable[[int], object],
     warn: Warn = log.warning,
     tasks: TaskCache | None = None,
 ) -> list[RunEnd]:
     """Execute runs of one method together, and save each as soon as it has ended.
 
-    ``on_round`` is called after each round with the number of its run, and returns whether to stop.
+    ``on_round`` is called after each round with the number of the run; if it returns True, the runs stop.
     """
     tasks = tasks or TaskCache()
     ends: dict[int, RunEnd] = {}
@@ -166,9 +156,7 @@ def execute(
                 stack.callback(started[-1].engine.close)
             run_together(started, finished=finished)
     except (OSError, UnwritableError) as error:  # a full disk, most likely; the last checkpoints are complete
-        message = str(error)
-        if isinstance(error, OSError):
-            message = f"{plan[0].folder.parent} cannot be written: {error.strerror or error}"
+        message = str(unwritable(plan[0].folder.parent, error) if isinstance(error, OSError) else error)
         raise FadamgcError(
             f"{message}; finished runs are saved: make room and continue with --resume"
         ) from error
@@ -198,10 +186,8 @@ def _start(
         return start_from(run_arguments, resources)
     except OtherRunError:
         shutil.rmtree(checkpoint, ignore_errors=True)
-    except CheckpointInUseError:
-        raise
     except CheckpointError as error:
-        if is_system_error(error):
+        if isinstance(error, CheckpointInUseError) or is_system_error(error):
             raise
         warn(f"{error}; moved to {move_aside(checkpoint)}, and {planned.name} starts from round 1")
     return start_from(run_arguments, resources)
@@ -218,7 +204,7 @@ def _save(planned: PlannedRun, result: Run | NonFiniteError) -> RunEnd:
         assert isinstance(model, TextClassifier)
         planned.folder.mkdir(parents=True, exist_ok=True)
         model.save_adapter(planned.folder / ADAPTER)  # before the record, which marks the run as complete
-    planned.labelled(result).save(planned.folder, states=False)
+    planned.save(result)
     (planned.folder / DIVERGED_RECORD).unlink(missing_ok=True)  # of an earlier attempt
     shutil.rmtree(planned.folder / CHECKPOINT, ignore_errors=True)
     return RunEnd(len(result.history), result.history[-1].test_metric)

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
 from fadamgc.escape import printable
 from fadamgc.experiments.planned_run import PlannedRun
@@ -36,7 +30,7 @@ def tell(line: str, console: Console) -> None:
 
 
 def duration(seconds: float) -> str:
-    """Round a time for people who wait.
+    """Return a time as text, rounded.
 
     >>> [duration(s) for s in (8, 100, 4000, 9000)]
     ['8 s', '2 min', '1.1 h', '2.5 h']
@@ -48,7 +42,7 @@ def duration(seconds: float) -> str:
 
 @contextmanager
 def display(plan: Sequence[PlannedRun], quiet: bool, done: int) -> Iterator[Listener]:
-    """Show the progress of runs, ``done`` more of which are done already."""
+    """Show the progress of runs; ``done`` further runs of the command are done already."""
     console = Console(stderr=True)
     above_bars = partial(warn, console=console)
     if quiet or not plan:
@@ -61,9 +55,8 @@ def display(plan: Sequence[PlannedRun], quiet: bool, done: int) -> Iterator[List
 
 
 def _lines(console: Console, plan: Sequence[PlannedRun], done: int) -> OnEnd:
-    total = done + len(plan)
-    number, rounds, all_rounds = done, 0, sum(planned.run.rounds for planned in plan)
-    began = time.monotonic()
+    total, all_rounds = done + len(plan), sum(planned.run.rounds for planned in plan)
+    number, rounds, began = done, 0, time.monotonic()
 
     def on_end(i: int, end: RunEnd) -> None:
         nonlocal number, rounds
@@ -74,26 +67,19 @@ def _lines(console: Console, plan: Sequence[PlannedRun], done: int) -> OnEnd:
         if end.metric is not None and not math.isfinite(end.metric):
             value = ", diverged"
         message = end.error or f"{end.rounds} rounds{value}"
-        line = printable(f"[{number}/{total}] {plan[i].name}: {message}{more}")
-        console.print(line, markup=False, soft_wrap=True)
+        tell(printable(f"[{number}/{total}] {plan[i].name}: {message}{more}"), console)
 
     return on_end
 
 
 @contextmanager
 def _bars(console: Console, plan: Sequence[PlannedRun]) -> Iterator[tuple[OnRound, OnEnd]]:
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("rounds"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True) as bars:
-        totals: dict[str, int] = {}
+    columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), "rounds")
+    times = (TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, *times, console=console, transient=True) as bars:
+        totals: Counter[str] = Counter()
         for planned in plan:
-            totals[planned.method.label] = totals.get(planned.method.label, 0) + planned.run.rounds
+            totals[planned.method.label] += planned.run.rounds
         bar_of = {
             label: bars.add_task(escape(printable(label)), total=total) for label, total in totals.items()
         }

@@ -9,20 +9,21 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Console
+from rich.filesize import decimal as size
 
 from fadamgc.errors import FadamgcError, InputError, whole
-from fadamgc.experiments.folder import PARTITION, ExperimentFolder
+from fadamgc.experiments.folder import PARTITION, SPEC, ExperimentFolder
 from fadamgc.experiments.planned_run import PlannedRun
 from fadamgc.experiments.run.execution import DiskSpace, RunEnd, TaskCache, dry_run, is_done
 from fadamgc.experiments.run.progress import display, tell, warn
 from fadamgc.experiments.run.workers import in_groups, run_all
 from fadamgc.experiments.spec.sections import Spec
-from fadamgc.task import Task
+from fadamgc.files import write_atomic
 from fadamgc.tasks.build import label_counts
 
 
 class Interrupted(FadamgcError):  # noqa: N818
-    """The user stopped the command; the message tells which runs are saved and how to continue."""
+    """The user stopped the command; the message says how many runs are saved and how to continue."""
 
 
 class Failure(NamedTuple):
@@ -33,42 +34,23 @@ class Failure(NamedTuple):
 
 
 class Runner:
-    """Checks and executes the runs of one command.
-
-    Args:
-        workers: processes; None is one per core.
-        quiet: show no progress.
-    """
+    """Checks and executes the runs of one command, in ``workers`` processes (None: one per core)."""
 
     def __init__(self, workers: int | None = None, quiet: bool = False) -> None:
         self.workers = (os.cpu_count() or 1) if workers is None else whole("workers", workers, 1)
         self.quiet = quiet
         self._tasks = TaskCache()
-        self._accepted: set[object] = set()
 
     def check(self, plan: Sequence[PlannedRun]) -> None:
-        """Refuse runs of one plan that cannot be executed; one seed per method is tried.
-
-        Runs that differ in their step sizes alone are checked once.
-        """
-        first: dict[str, PlannedRun] = {}  # by method
+        """Refuse runs of one spec that cannot be executed; the first run of each method is tried."""
+        first: dict[str, PlannedRun] = {}  # by method; all of them have the first seed, and so the same task
         for planned in plan:
             first.setdefault(planned.method.slug, planned)
-        new = {(slug, planned.task, planned.run, planned.validation) for slug, planned in first.items()}
-        if new <= self._accepted:
-            return
         console = Console(stderr=True, quiet=self.quiet)
-        names = f"{len(first)} methods" if len(first) > 1 else plan[0].method.label
-        tasks: dict[int, Task] = {}  # by seed
-        space: dict[str, DiskSpace] = {}
-        for slug, planned in first.items():
-            if planned.seed not in tasks:
-                tell(f"preparing {planned.task.data} ...", console)
-                tasks[planned.seed] = self._tasks.task(planned)
-                tell(f"checking {names} ...", console)
-            space[slug] = dry_run(planned, tasks[planned.seed])
-        self._check_disk(plan, space)
-        self._accepted |= new
+        tell(f"preparing {plan[0].task.data} ...", console)
+        task = self._tasks.task(plan[0])
+        tell(f"checking {f'{len(first)} methods' if len(first) > 1 else plan[0].method.label} ...", console)
+        self._check_disk(plan, {slug: dry_run(planned, task) for slug, planned in first.items()})
         if self.workers > 1:
             self._tasks = TaskCache()  # the worker processes have their own
 
@@ -83,20 +65,20 @@ class Runner:
         disk = shutil.disk_usage(next(parent for parent in folder.parents if parent.exists()))
         if disk.total and need > disk.free:  # where there is no disk at all, writing will fail
             raise InputError(
-                f"out={str(folder.parent.parent)!r} is on a disk with {_size(disk.free)} free; the runs need "
-                f"about {_size(need)} ({_size(records)} to keep, the rest for checkpoints while they run): "
+                f"out={str(folder.parent.parent)!r} is on a disk with {size(disk.free)} free; the runs need "
+                f"about {size(need)} ({size(records)} to keep, the rest for checkpoints while they run): "
                 "make room, or give a folder on another disk"
             )
 
-    def execute(self, plan: Sequence[PlannedRun], done: int = 0) -> tuple[Failure, ...]:
-        """Execute runs with progress on stderr; ``done`` more are done already.
+    def execute(self, plan: Sequence[PlannedRun], resume: bool, done: int = 0) -> tuple[Failure, ...]:
+        """Execute runs, with ``resume`` only those that are not saved, with progress on stderr.
 
-        Raises:
-            Interrupted: the user pressed Ctrl-C.
+        ``done`` further runs of the same command are done already.
         """
-        failures: list[Failure] = []
         total = done + len(plan)
-        with display(plan, self.quiet, done) as shown:
+        plan = [planned for planned in plan if not (resume and is_done(planned, warn))]
+        failures: list[Failure] = []
+        with display(plan, self.quiet, total - len(plan)) as shown:
 
             def on_end(i: int, end: RunEnd) -> None:
                 if end.error is not None:
@@ -107,10 +89,8 @@ class Runner:
                 run_all(plan, self.workers, self._tasks, shown._replace(on_end=on_end))
             except KeyboardInterrupt:
                 saved = total - sum(planned.saved() is None for planned in plan)
-                raise Interrupted(
-                    f"stopped; {saved} of {total} runs are saved, and the same command with --resume "
-                    "continues"
-                ) from None
+                count = f"{saved} of {total} runs are saved"
+                raise Interrupted(f"stopped; {count}, and the same command with --resume continues") from None
         return tuple(failures)
 
 
@@ -136,18 +116,18 @@ def run_spec(
         resume: keep the saved runs in the folder that have the same settings.
         overwrite: remove the experiment in the folder.
         tuned: the step sizes may differ from those of the experiment in the folder.
-        runner: instead of ``workers`` and ``quiet``; it need not check again what it has checked.
+        runner: instead of ``workers`` and ``quiet``: a runner that has checked the runs.
 
     Returns:
         The runs that did not finish because a client's update was not finite.
     """
     folder = ExperimentFolder(out)
     plan = folder.plan(spec)
-    runner = runner or Runner(workers, quiet)
-    runner.check(plan)
+    if runner is None:
+        runner = Runner(workers, quiet)
+        runner.check(plan)
     open_folder(folder, spec, resume, overwrite, tuned)
-    todo = [planned for planned in plan if not (resume and is_done(planned, warn))]
-    return runner.execute(todo, done=len(plan) - len(todo))
+    return runner.execute(plan, resume)
 
 
 def open_folder(
@@ -157,18 +137,10 @@ def open_folder(
     if resume:
         folder.check_resumable(spec, tuned)
     folder.make_ready(resume, overwrite)
-    folder.write_spec(spec)
+    write_atomic(folder.path / SPEC, spec.to_toml().encode())
     seed = spec.run.seeds[0]
     labels = label_counts(spec.task, seed)
     if labels is not None:
         from fadamgc.experiments.report.label_plot import save_label_plot
 
         save_label_plot(labels.counts, folder.path / PARTITION, title=f"{labels.note} (seed {seed})")
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"

@@ -1,8 +1,8 @@
-"""Runs in several processes; each run is saved as soon as it is finished.
+"""Execute runs in several processes; each run is saved as soon as it is finished.
 
-Runs of one method go to a process as a group, whose runs advance together (see ``sim/many.py``). A process
-computes with one thread, also if there is only one process, so that the bits of a run do not depend on the
-number of processes.
+A process gets runs of one method as a group, whose runs advance together (see ``sim/many.py``). A process
+computes with one thread, even if there is only one process, so that the numbers of a run do not depend on
+the number of processes.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from functools import partial
-from itertools import groupby, pairwise
+from itertools import groupby
 from multiprocessing import connection, get_context, parent_process
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from fadamgc.errors import FadamgcError
@@ -28,7 +28,7 @@ from fadamgc.experiments.run.execution import RunEnd, TaskCache, Warn, execute, 
 from fadamgc.runtime import one_thread
 from fadamgc.tasks.sections import ImagesTask, TextTask
 
-TOGETHER = 16  # runs that advance together at the most
+TOGETHER = 16  # runs that advance together, at most
 
 OnRound = Callable[[int], None]  # run i has made a round
 OnEnd = Callable[[int, RunEnd], None]  # run i has ended
@@ -50,9 +50,7 @@ def in_groups(plan: Sequence[PlannedRun], workers: int) -> list[list[int]]:
     groups: list[list[int]] = []
     for _, alike in groupby(range(len(plan)), key=lambda i: plan[i].method.algorithm):
         numbers = list(alike)
-        count = -(-len(numbers) // most)
-        bounds = [len(numbers) * g // count for g in range(count + 1)]
-        groups += [numbers[a:b] for a, b in pairwise(bounds)]
+        groups += [part.tolist() for part in np.array_split(numbers, -(-len(numbers) // most))]
     return groups
 
 
@@ -60,20 +58,19 @@ def run_all(plan: Sequence[PlannedRun], workers: int, tasks: TaskCache, listener
     """Execute all runs. On an interrupt or an error the workers stop; runs that are saved by then stay."""
     count = min(workers, len(plan))
     groups = in_groups(plan, max(1, count))
-    if count <= 1:
-        with one_thread():
-            for group in groups:
-                on_round = partial(_tell, listener.on_round, group)
-                ends = execute([plan[i] for i in group], on_round, listener.warn, tasks)
-                for i, end in zip(group, ends, strict=True):
-                    listener.on_end(i, end)
-    else:
+    if count > 1:
         _run_in_processes(plan, groups, count, listener)
+        return
+    for group in groups:
+        _run_group(plan, group, tasks, listener)
 
 
-def _tell(on_round: OnRound, group: Sequence[int], i: int) -> bool:
-    on_round(group[i])
-    return False
+def _run_group(plan: Sequence[PlannedRun], group: list[int], tasks: TaskCache, listener: Listener) -> None:
+    with one_thread():
+        runs = [plan[i] for i in group]
+        ends = execute(runs, lambda i: listener.on_round(group[i]), listener.warn, tasks)
+    for i, end in zip(group, ends, strict=True):
+        listener.on_end(i, end)
 
 
 def _run_in_processes(
@@ -81,15 +78,15 @@ def _run_in_processes(
 ) -> None:
     share_compiled_code()
     context = get_context("spawn")
-    # Pipes and not queues or events: those have locks, which a worker that is killed would keep for ever.
+    # Pipes, because queues and events have locks, which a worker that is killed would never release.
     stop, stopper = context.Pipe(duplex=False)
     messages, sender = context.Pipe(duplex=False)
     pool = ProcessPoolExecutor(count, context, _start_worker, (stop, sender, count))
     thread = threading.Thread(target=_listen, args=(messages, listener.on_round, listener.warn), daemon=True)
     thread.start()
     try:
-        # A queue and not concurrent.futures.wait: that takes the locks of all futures, and an interrupt in
-        # the middle of it would leave some of them locked, and the shutdown waiting for ever.
+        # A queue, because concurrent.futures.wait takes the locks of all futures: an interrupt in the middle
+        # of it would leave some of them locked, and the shutdown would never end.
         ended: SimpleQueue[Future[list[RunEnd]]] = SimpleQueue()
         with no_interrupts():  # only the parent process handles Ctrl-C
             group_of = {pool.submit(_work, group, [plan[i] for i in group]): group for group in groups}
@@ -116,7 +113,7 @@ def _run_in_processes(
 
 @contextmanager
 def no_interrupts() -> Iterator[None]:
-    """Ignore Ctrl-C inside; processes that are started inside ignore it for ever."""
+    """Ignore Ctrl-C inside the block; processes that are started inside ignore it until they end."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -128,7 +125,7 @@ def no_interrupts() -> Iterator[None]:
 
 
 def _listen(messages: Any, on_round: OnRound, warn: Warn) -> None:
-    """Read messages of the workers until the end: which run has made a round, and warnings."""
+    """Read the messages of the workers until END: the number of a run that has made a round, or a warning."""
     while (message := messages.recv_bytes()) != END:
         if message.startswith(WARNING):
             warn(message[1:].decode(errors="replace"))
@@ -143,7 +140,7 @@ _sender: Any = None
 _tasks: TaskCache | None = None
 
 END, ROUND, WARNING = b"e", b"r", b"w"  # how a message starts
-LONGEST = 3_000  # bytes of a warning: a pipe takes so few at once, also while other workers write
+LONGEST = 3_000  # bytes of a warning: a pipe writes such short messages at once, without mixing them
 
 
 def _start_worker(stop: Any, sender: Any, processes: int) -> None:

@@ -29,7 +29,7 @@ EXECUTORS: tuple[str, ...] = get_args(ExecutorName)
 
 
 def folder_name(name: str) -> str:
-    """Refuse a name that cannot be that of a folder inside another."""
+    """Refuse a name that a folder inside another folder cannot have."""
     if not re.fullmatch(r"[\w][\w .-]*", name):
         raise ValueError(
             "it names a folder: letters, digits, spaces, dots and dashes, a letter or digit first"
@@ -42,16 +42,6 @@ def _check_weights(value: object) -> object:
     if value not in ("uniform", "size") and not numbers:
         raise ValueError("it must be 'uniform', 'size' or a list of numbers > 0, one per client")
     return value
-
-
-def _check_per_client(value: object) -> object:
-    numbers = value if isinstance(value, tuple) else (value,)
-    if not numbers or not all(real(n) is not None for n in numbers):
-        raise ValueError("it must be a number, or a list of numbers, one per client")
-    return value
-
-
-PerClient: TypeAlias = Annotated[Any, BeforeValidator(_check_per_client)]
 
 
 class RunSpec(Section):
@@ -84,12 +74,12 @@ class RunSpec(Section):
 
 
 class CostSpec(Section):
-    """The fields of ``fadamgc.CostModel``."""
+    """The fields of ``fadamgc.CostModel``; the first four are one number, or one number per client."""
 
-    down_mbps: PerClient = 100.0
-    up_mbps: PerClient = 100.0
-    seconds_per_step: PerClient = 0.0
-    latency: PerClient = 0.0
+    down_mbps: Any = 100.0
+    up_mbps: Any = 100.0
+    seconds_per_step: Any = 0.0
+    latency: Any = 0.0
     per_round: Literal["mean", "slowest"] = "mean"
 
     @model_validator(mode="after")
@@ -106,7 +96,7 @@ class CostSpec(Section):
 
 
 class TuneSpec(Section):
-    """The grid from which the step sizes of every method are chosen, and the data on which."""
+    """The grid from which the step sizes of every method are chosen, and the runs that choose them."""
 
     eta_l: StepSizes
     eta_g: StepSizes
@@ -161,16 +151,15 @@ class Spec(Section):
             raise ValueError("there is no [[method]]; give at least one")
         seen: dict[str, int] = {}
         for number, method in enumerate(self.methods, start=1):
-            if method.slug in seen:
+            if (first := seen.setdefault(method.slug, number)) != number:
                 raise ValueError(
-                    f"[[method]] {seen[method.slug]} and {number} are both called {shown(method.label)}; "
+                    f"[[method]] {first} and {number} are both called {shown(method.label)}; "
                     "give one of them another label"
                 )
-            seen[method.slug] = number
         return self
 
     @model_validator(mode="after")
-    def _check_entries_per_client(self) -> Spec:
+    def _check_entries_and_target(self) -> Spec:
         for place, section in (("[cost]", self.cost), ("[run]", self.run)):
             for key, value in section:
                 if key != "seeds" and isinstance(value, tuple) and len(value) != self.task.clients:
@@ -178,17 +167,13 @@ class Spec(Section):
                         f"{place} {key} has {len(value)} entries; "
                         f"give one number, or one for each of {self.task.clients} clients"
                     )
-        return self
-
-    @model_validator(mode="after")
-    def _check_target(self) -> Spec:
-        target = self.run.target
-        if target is not None and self.task.metric == "accuracy" and not 0 <= target <= 1:
+        target, metric = self.run.target, self.task.metric
+        if target is not None and metric == "accuracy" and not 0 <= target <= 1:
             raise ValueError(
                 f"[run] target={target!r} is not accepted; accuracy goes from 0 to 1, 0.9 is 90 %"
             )
-        if target is not None and self.task.metric != "accuracy" and target <= 0:
-            raise ValueError(f"[run] target={target!r} is out of reach; {self.task.metric} is above 0")
+        if target is not None and metric != "accuracy" and target <= 0:
+            raise ValueError(f"[run] target={target!r} is out of reach; {metric} is above 0")
         return self
 
     def tracked(self, method: MethodSpec) -> int | None:
@@ -217,11 +202,9 @@ class Spec(Section):
 
     def with_steps_of(self, other: Spec) -> Spec:
         """Take the step sizes of methods with the same label from another spec."""
-        steps = {
-            method.label: {key: value for key, value in method.hyperparameters.items() if key in STEPS}
-            for method in other.methods
-        }
-        methods = tuple(method.with_(**steps.get(method.label, {})) for method in self.methods)
+        found = {method.label: method.hyperparameters for method in other.methods}
+        steps = [{k: v for k, v in found.get(m.label, {}).items() if k in STEPS} for m in self.methods]
+        methods = tuple(m.with_(**sizes) for m, sizes in zip(self.methods, steps, strict=True))
         return self.model_copy(update={"methods": methods})
 
     def to_toml(self) -> str:
@@ -232,6 +215,6 @@ class Spec(Section):
             if section is not None:
                 parts.append(toml_table(f"[{name}]", section.model_dump()))
         for method in self.methods:
-            table = method.model_dump(exclude={"hyperparameters"}) | method.hyperparameters
-            parts.append(toml_table("[[method]]", table))
+            table = method.model_dump(exclude={"hyperparameters"})
+            parts.append(toml_table("[[method]]", table | method.hyperparameters))
         return "\n".join(parts)

@@ -1,13 +1,16 @@
-"""Specs from TOML; errors name the place, the key, the value and the nearest known key."""
+"""Read specs from TOML; errors name the place, the key, the value and the nearest known key."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import resources
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fadamgc.errors import InputError, nearest, shown
+from fadamgc.errors import InputError, nearest, not_accepted, shown
 from fadamgc.experiments.spec.sections import CostSpec, MethodSpec, RunSpec, Spec, TuneSpec
 from fadamgc.methods import algorithm_class, make_algorithm
 from fadamgc.section import Section
@@ -16,7 +19,14 @@ from fadamgc.toml import frozen, parse_toml
 
 T = TypeVar("T")
 
-PRESETS = resources.files("fadamgc.experiments.spec") / "presets"
+
+def toml_files(package: str, folder: str) -> dict[str, Traversable]:
+    """Return the TOML files in a folder of the package, by their names without the ending."""
+    files = {file.name: file for file in (resources.files(package) / folder).iterdir()}
+    return {n.removesuffix(".toml"): files[n] for n in sorted(files) if n.endswith(".toml")}
+
+
+PRESETS = toml_files("fadamgc.experiments.spec", "presets")
 SECTIONS: dict[str, type[Section]] = {"run": RunSpec, "cost": CostSpec, "tune": TuneSpec}
 TABLES = ("task", *SECTIONS)
 METHOD_KEYS = ("algorithm", "label", "tracked")  # of a [[method]]; all others are hyperparameters
@@ -36,26 +46,36 @@ def load_spec(path: str | Path) -> Spec:
 
 def parse_spec(text: str, source: str) -> Spec:
     """Read a spec from the text of a TOML file; messages name the source."""
-    try:
+    with naming(source):
         return spec_of(parse_toml(text))
+
+
+@contextmanager
+def naming(source: str) -> Iterator[None]:
+    """Put the name of a file in front of every line of an InputError."""
+    try:
+        yield
     except InputError as error:
-        lines = str(error).splitlines()
-        raise InputError("\n".join(f"{source}: {line}" for line in lines)) from None
+        raise InputError(textwrap.indent(str(error), f"{source}: ")) from None
 
 
 def presets() -> tuple[str, ...]:
     """List the experiments that come with the package."""
-    names = (file.name for file in PRESETS.iterdir())
-    return tuple(sorted(name.removesuffix(".toml") for name in names if name.endswith(".toml")))
+    return tuple(PRESETS)
 
 
 def preset(name: str) -> Spec:
     """Read an experiment that comes with the package."""
     if name not in presets():
-        raise InputError(
-            f"preset {shown(name)} is not known{nearest(name, presets())}; known are {', '.join(presets())}"
-        )
-    return parse_spec((PRESETS / f"{name}.toml").read_text(encoding="utf-8"), f"preset {name}")
+        raise unknown("preset", name, presets())
+    return parse_spec(PRESETS[name].read_text(encoding="utf-8"), f"preset {name}")
+
+
+def unknown(kind: str, name: str, known: Sequence[str]) -> InputError:
+    """Return the error for a name that the package does not have."""
+    return InputError(
+        f"{kind} {shown(name)} is not known{nearest(name, known)}; known are {', '.join(known)}"
+    )
 
 
 def spec_of(tables: dict[str, Any]) -> Spec:
@@ -95,15 +115,14 @@ def spec_of(tables: dict[str, Any]) -> Spec:
 
 
 def _method(table: dict[str, Any], number: int, custom: bool) -> MethodSpec:
-    """Make a [[method]]; only the algorithm of another program (``custom``) need not be known here."""
+    """Make a [[method]]; with ``custom``, the algorithm is one of another program and may be unknown."""
     place = f"[[method]] {number}"
     if "algorithm" not in table:
         raise InputError(f"{place} needs the key 'algorithm'")
-    name = table["algorithm"]
+    name = label = table["algorithm"]
     if not isinstance(name, str):
-        raise InputError(f"{place}: algorithm={shown(name)} is not accepted; it must be a name")
+        raise not_accepted(f"{place}: algorithm", name, "a name")
     hyperparameters = {key: value for key, value in table.items() if key not in METHOD_KEYS}
-    label = name
     if not custom:
         try:
             cls = algorithm_class(name)
