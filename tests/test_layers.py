@@ -39,7 +39,7 @@ ALLOWED = {
     "trackers": {"sim"},
     "flower": {"algorithm", "federation", "methods", "sim.executors", "task", "tasks"},
     "experiments.spec": {"algorithm", "federation", "methods", "tasks"},
-    "experiments.folder": {"algorithm", "experiments.spec", "federation", "methods", "tasks"},
+    "experiments.folder": {"algorithm", "experiments.spec", "federation", "tasks"},
     "experiments.report": {"experiments.folder", "experiments.spec", "federation", "tasks"},
     "experiments.run": {
         *("experiments.folder", "experiments.report", "experiments.spec"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from itertools import chain, count
 from pathlib import Path
@@ -162,12 +163,13 @@ def list_() -> None:
     for name in algorithms():
         algorithm = make_algorithm(name)
         vectors = [round(size / 4000) for size in traffic(algorithm, d=1000)]  # single numbers do not count
-        values = [_with_value(key, value) for key, value in algorithm.plain().items()]
-        table.add_row(name, algorithm.title, *map(str, vectors), ", ".join(values))
+        table.add_row(name, algorithm.title, *map(str, vectors), _settings(algorithm.plain()))
     console.print(table)
+    factors = Table("factor", "rule", "settings and their defaults", title="The factors of compose")
     for kind, rules in NAMES.items():
-        settings = [_with_value(name, rule_table(kind, rule())) for name, rule in rules.items()]
-        console.print(f"compose, {kind}: {'; '.join(settings)}", highlight=False, markup=False)
+        for name, rule in rules.items():
+            factors.add_row(kind, name, _settings(rule_table(kind, rule())))
+    console.print(factors)
     for name in presets():
         console.print(f"\npreset [bold]{name}[/]: {preset(name).title}", highlight=False)
     for title, names in (
@@ -179,12 +181,10 @@ def list_() -> None:
         console.print(f"{title}: {', '.join(names)}", highlight=False)
 
 
-def _with_value(name: str, value: Any) -> str:
-    """Show a setting with its default; a rule of a composition with those of its fields."""
-    if isinstance(value, dict):
-        fields = ", ".join(_with_value(*item) for item in value.items() if item[0] != "rule")
-        return f"{name}={value['rule']}({fields})"
-    return f"{name}={value!r}"
+def _settings(values: Mapping[str, Any]) -> str:
+    """Show settings with their values; a rule in an algorithm by its name."""
+    names = {key: value["rule"] if isinstance(value, dict) else repr(value) for key, value in values.items()}
+    return ", ".join(f"{key}={name}" for key, name in names.items() if key != "rule")
 
 
 @app.command()
