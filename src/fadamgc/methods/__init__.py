@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from fadamgc.algebra.compose import KINDS, NAMES
 from fadamgc.algorithm import Algorithm, AnyAlgorithm
 from fadamgc.errors import InputError, nearest, shown
 
@@ -59,18 +60,22 @@ def algorithms() -> tuple[str, ...]:
     return tuple(_REGISTRY)
 
 
-def register(name: str, cls: type[AnyAlgorithm]) -> None:
+def register(name: str, cls: type[Any]) -> None:
     """Make a custom algorithm known by name in this process: to ``make_algorithm``, ``load_run`` and specs.
 
-    The command line starts another process, which knows only the algorithms of this package.
+    Likewise a custom rule of a composition: a class of ``LocalRule``, ``Correction`` or ``ServerRule``. The
+    command line starts another process, which knows only the algorithms of this package.
     """
     if not name.isidentifier():
         raise InputError(f"name={name!r} is not accepted; it must be an identifier such as 'my_method'")
-    if not (isinstance(cls, type) and issubclass(cls, Algorithm)):
+    kinds: dict[type[Any], dict[str, type[Any]]] = {Algorithm: _REGISTRY}
+    kinds |= {base: NAMES[kind] for kind, base in KINDS.items()}
+    registry = next((kinds[b] for b in kinds if isinstance(cls, type) and issubclass(cls, b)), None)
+    if registry is None:
         raise InputError(f"cls={cls!r} is not a class of algorithms; derive it from fadamgc.Algorithm")
-    if _REGISTRY.get(name, cls) is not cls:
-        raise InputError(f"name={name!r} is taken by {_REGISTRY[name].__name__}; choose another")
-    _REGISTRY[name] = cls
+    if registry.get(name, cls) is not cls:
+        raise InputError(f"name={name!r} is taken by {registry[name].__name__}; choose another")
+    registry[name] = cls
 
 
 def algorithm_class(name: str) -> type[AnyAlgorithm]:
