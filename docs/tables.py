@@ -17,17 +17,25 @@ import torch
 
 import fadamgc
 from fadamgc.algorithm import AnyAlgorithm, example
-from fadamgc.tree import names
+from fadamgc.tree import named_leaves
 
 ROOT = Path(__file__).resolve().parent.parent
+SIZE = 1000  # of a model, to tell vectors from single numbers
 
 
 def sent(algorithm: AnyAlgorithm) -> tuple[list[str], list[str], list[str]]:
     """Return the names of the vectors that one client receives, sends, and sends only if it is tracked."""
-    messages = example(algorithm, torch.empty(0))
-    up = names(messages.up)
-    tracked = [name for name in up if name.split(".")[0] in algorithm.tracked_only]
-    return names(messages.down), [name for name in up if name not in tracked], tracked
+    messages = example(algorithm, torch.zeros(SIZE))
+    up = named_leaves(messages.up)
+    tracked = {name: leaf for name, leaf in up.items() if name.split(".")[0] in algorithm.tracked_only}
+    others = {name: leaf for name, leaf in up.items() if name not in tracked}
+    return _short(named_leaves(messages.down)), _short(others), _short(tracked)
+
+
+def _short(message: dict[str, torch.Tensor]) -> list[str]:
+    """Return the names of the leaves of a message; a single number is marked as one."""
+    names = {name.rpartition(".")[2]: leaf for name, leaf in message.items()}
+    return [name if len(leaf) == SIZE else f"{name} (a number)" for name, leaf in names.items()]
 
 
 def algorithms() -> str:
@@ -45,7 +53,9 @@ def traffic() -> str:
     rows: dict[tuple[int, int, int], list[str]] = {}
     for name in fadamgc.algorithms():
         algorithm = fadamgc.make_algorithm(name)
-        down, up, tracked = map(len, sent(algorithm))
+        down, up, tracked = (
+            sum(not name.endswith(")") for name in names) for names in sent(algorithm)
+        )
         rows.setdefault((down, up, up + tracked), []).append(algorithm.title)
     lines = ["| Method | down | up | up, if tracked |", "|---|--:|--:|--:|"]
     lines += [f"| {', '.join(rows[key])} | {' | '.join(map(str, key))} |" for key in sorted(rows)]

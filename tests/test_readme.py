@@ -44,18 +44,23 @@ def test_the_example_runs(capsys):
     assert capsys.readouterr().out.startswith(f"{run.rounds_to(0.85)} ")
 
 
-EXAMPLES = re.findall(r"```python\n(.*?)```", (ROOT / "docs/extending.md").read_text(), re.DOTALL)
+EXAMPLES = [
+    block
+    for page in ("extending", "compose")
+    for block in re.findall(r"```python\n(.*?)```", (ROOT / f"docs/{page}.md").read_text(), re.DOTALL)
+]
 
 
 @pytest.mark.parametrize("block", EXAMPLES)
 def test_the_docs_examples_run(block, monkeypatch):
     monkeypatch.setattr(methods, "_REGISTRY", dict(methods._REGISTRY))  # the example may register a method
+    monkeypatch.setitem(methods.NAMES, "local", dict(methods.NAMES["local"]))  # or a rule
     names: dict[str, object] = {"__name__": "__main__"}
-    exec(compile(block, "extending.md", "exec"), names)
-    if "HeavyBall" in names:
+    exec(compile(block, "docs", "exec"), names)
+    if "HeavyBall" in names or "MaxNorm" in names:
         data = [(torch.ones(4, 2), torch.ones(4, 1))]
         task = fadamgc.Task(torch.nn.Linear(2, 1), torch.nn.functional.mse_loss, data)
-        algo = fadamgc.make_algorithm("heavy_ball", eta_l=0.05)
+        algo = names["algo"] if "MaxNorm" in names else fadamgc.make_algorithm("heavy_ball", eta_l=0.05)
         run = fadamgc.simulate(algo, task, rounds=5, local_steps=2)
         assert run.history[-1].train_loss < run.history[0].train_loss
 
