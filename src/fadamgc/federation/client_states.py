@@ -9,14 +9,9 @@ from typing import Any, overload
 class ClientStates(Sequence[Any]):
     """The states of all n clients, in memory.
 
-    A round stages its new states one by one, and ``update`` replaces the old ones all at once.
-
-    Attributes:
-        changed: the clients whose states are newer than the last checkpoint.
-        in_file: whether the states are stored in slots of a file (``sim/file_states.py``).
+    A round stages its new states one by one, and ``update`` replaces the old states all at once. ``changed``
+    are the clients whose states are newer than the last checkpoint.
     """
-
-    in_file = False
 
     def __init__(self, n: int, initial: Any, states: Mapping[int, Any] | None = None) -> None:
         self.n, self.initial = n, initial
@@ -44,7 +39,7 @@ class ClientStates(Sequence[Any]):
         return tuple(sorted(self._states))
 
     def stage(self, state: Any) -> Any:
-        """Store a state for a later ``update``; return what ``update`` needs to find it."""
+        """Store a state for a later ``update``; return the value by which ``update`` finds it."""
         return state
 
     def update(self, staged: Mapping[int, Any]) -> None:

@@ -136,6 +136,8 @@ def same_model(first: TaskFunctions, second: TaskFunctions, inputs: Tensor, targ
 
     Modules with the same description may still behave differently, which shows in their losses on a batch.
     """
+    if first is second:
+        return True
     same = (
         first.task.loss is second.task.loss
         and (first.flat, first.dtype, first.device) == (second.flat, second.dtype, second.device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from itertools import pairwise
@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from fadamgc.errors import FadamgcError, InputError, NonFiniteError, listed, nearest, reason, shown, whole
+from fadamgc.errors import InputError, NonFiniteError, listed, nearest, not_accepted, reason, shown, whole
 from fadamgc.federation.run import Run
 from fadamgc.sim.executors import VectorizedExecutor
 from fadamgc.sim.progress import progress_bar
@@ -62,7 +62,7 @@ def simulate_many(
     """
     whole("workers", workers, 1)
     if not isinstance(errors, str) or errors not in ("raise", "return"):
-        raise InputError(f"errors={shown(errors)} is not accepted; it must be 'raise' or 'return'")
+        raise not_accepted("errors", errors, "'raise' or 'return'")
     if (listed_runs := listed(runs)) is None:
         raise InputError(f"runs={shown(runs)} is not accepted; give a list of dicts of arguments of simulate")
     arguments = [_arguments(i, run, common) for i, run in enumerate(listed_runs)]
@@ -74,7 +74,7 @@ def simulate_many(
 
 
 def _arguments(i: int, run: Any, common: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of one run, those that all runs share included."""
+    """Return the arguments of one run, including those that all runs share."""
     if not isinstance(run, Mapping):
         raise InputError(f"runs[{i}]={shown(run)} is not accepted; give a dict of arguments of simulate")
     arguments = {**common, **run}
@@ -135,9 +135,9 @@ def _in_this_process(runs: list[dict[str, Any]], errors: str, progress: bool) ->
                     started.append(start_from(arguments, resources))
                     stack.callback(started[-1].engine.close)
                 endings += run_together(started, progress)
-            failed = [ending for ending in endings if isinstance(ending, FadamgcError)]
-            if failed and errors == "raise":
-                raise failed[0]
+            for ending in endings:
+                if isinstance(ending, NonFiniteError) and errors == "raise":
+                    raise ending
     return endings
 
 
@@ -152,15 +152,14 @@ def run_together(
     """
     endings: dict[int, Ending] = {}
 
-    def end(i: int, ending: Ending | None = None) -> None:
+    def end(i: int, error: NonFiniteError | None = None) -> None:
         engine = started[i].engine
-        if ending is None:
+        if error is None:
             engine.write()
-            ending = engine.result()
-        endings[i] = ending
+        endings[i] = engine.result() if error is None else error
         engine.close()
         if finished is not None:
-            finished(i, ending)
+            finished(i, endings[i])
 
     teams: dict[int, list[int]] = {}
     for i, run in enumerate(started):
@@ -170,44 +169,37 @@ def run_together(
     done = sum(run.engine.t for run in started)
     with progress_bar(progress, f"{len(started)} runs", total, done) as show:
         for team in teams.values():
-            active = list(team)
-            while active:
-                for i in [i for i in active if started[i].engine.over()]:
-                    active.remove(i)
-                    end(i)
-                for i, outcome in _round(started, active):
+            while active := [i for i in team if i not in endings]:
+                for i in active:
+                    if started[i].engine.over():
+                        end(i)
+                for i, outcome in _round(started, [i for i in active if i not in endings]):
                     if isinstance(outcome, NonFiniteError):
-                        active.remove(i)
                         end(i, outcome)
                         continue
                     done += 1
                     show(outcome, done)
                     if outcome is None:
-                        active.remove(i)
                         end(i)
     return [endings[i] for i in range(len(started))]
 
 
-def _round(started: Sequence[StartedRun], active: list[int]) -> list[tuple[int, Any]]:
-    """Run one round of each active run; return a record, an error, or None where a callback ended the run."""
-    if not active:
-        return []
+def _round(started: Sequence[StartedRun], active: list[int]) -> Iterator[tuple[int, Any]]:
+    """Run one round of each active run; yield a record, an error, or None where a callback ended the run."""
     jobs = {i: started[i].engine.begin() for i in active}
-    executor = started[active[0]].engine.executor
+    results: dict[int, Any] = {i: [] for i in active}
     if len(active) == 1:
-        results = {active[0]: executor.run(jobs[active[0]])}
-    else:
+        (i,) = active
+        results[i] = started[i].engine.executor.run(jobs[i])
+    elif active:
         owner = {id(job): i for i, run_jobs in jobs.items() for job in run_jobs}
-        collected: dict[int, list[Any]] = {i: [] for i in active}
-        for result in executor.run([job for run_jobs in jobs.values() for job in run_jobs]):
-            collected[owner[id(result.job)]].append(result)
-        results = {i: iter(run_results) for i, run_results in collected.items()}
-    outcomes: list[tuple[int, Any]] = []
+        all_jobs = [job for run_jobs in jobs.values() for job in run_jobs]
+        for result in started[active[0]].engine.executor.run(all_jobs):
+            results[owner[id(result.job)]].append(result)
     for i in active:
         try:
             end = started[i].engine.end(jobs[i], results[i])
         except NonFiniteError as error:
-            outcomes.append((i, error))
-            continue
-        outcomes.append((i, None if started[i].stops_after(end) else end.record))
-    return outcomes
+            yield i, error
+        else:
+            yield i, None if started[i].stops_after(end) else end.record

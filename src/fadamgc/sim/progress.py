@@ -1,4 +1,4 @@
-"""A progress bar for a single run."""
+"""A progress bar for one or more runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def progress_bar(show: bool, label: str, rounds: int, done: int) -> Iterator[Adv
     """Show a progress bar on stderr if that is a terminal; yield a function to call after each round."""
     console = Console(stderr=True)
     if not show or not (console.is_terminal or console.is_jupyter):
-        yield _nothing
+        yield lambda *_: None
         return
     columns = (
         TextColumn("{task.description}"),
@@ -36,7 +36,3 @@ def progress_bar(show: bool, label: str, rounds: int, done: int) -> Iterator[Adv
                 bar.update(item, completed=record.round if done is None else done, metric=shown)
 
         yield advance
-
-
-def _nothing(_: Record | None, done: int | None = None) -> None:
-    pass
