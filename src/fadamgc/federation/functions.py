@@ -12,7 +12,7 @@ from torch.func import functional_call, vmap
 from fadamgc.errors import ClientError, InputError, reason, shown
 from fadamgc.federation.client_data import ClientData
 from fadamgc.federation.sampling import EVALUATION, GRADIENT, torch_seed
-from fadamgc.federation.traits import changing_buffers, draws_random_numbers
+from fadamgc.federation.traits import changing_buffers
 from fadamgc.flat import Flat
 from fadamgc.runtime import seeded
 from fadamgc.task import Task, cast
@@ -77,7 +77,11 @@ class TaskFunctions:
     @cached_property
     def random(self) -> bool:
         """Whether the model draws random numbers while it trains (dropout and the like)."""
-        return draws_random_numbers(self)
+        inputs, targets = self.sample
+        with seeded(0), torch.no_grad():
+            before = torch.get_rng_state()
+            self.loss(self.x0, self.fresh_buffers(), inputs.clone(), targets)
+            return not torch.equal(before, torch.get_rng_state())
 
     def fresh_buffers(self) -> Buffers:
         """Return a copy of ``buffers0``."""

@@ -147,23 +147,17 @@ class Run:
         Flat.of(module).load(module, self.x, self.buffers)
         return module
 
-    def record_at(self, target: float) -> Record | None:
-        """Return the first record whose metric reaches the target, or None."""
-        for record in self.history:
-            value = record.test_metric
-            if value is None or not math.isfinite(value):
-                continue
-            if value <= target if self.goal == "min" else value >= target:
-                return record
-        return None
-
     def rounds_to(self, target: float) -> int | None:
         """Return the rounds until the task's metric first reached the target, or None if it never did."""
-        record = self.record_at(target)
-        return None if record is None else record.round
+        sign = -1 if self.goal == "min" else 1
+        for record in self.history:
+            value = record.test_metric
+            if value is not None and math.isfinite(value) and sign * value >= sign * target:
+                return record.round
+        return None
 
     def minutes_to(self, target: float, cost: CostModel | None = None) -> float | None:
-        """Return the simulated minutes until then, by the run's cost model or by another."""
+        """Return the simulated minutes until ``rounds_to(target)``, by the run's cost model or by another."""
         rounds = self.rounds_to(target)
         if rounds is None:
             return None

@@ -61,23 +61,14 @@ POSITIONS, SMALL = 1 << 20, 1 << 12  # samples whose positions are made at once:
 
 @dataclass(frozen=True)
 class Batches:
-    """The mini-batches of one client in one round, drawn while they are read: K may be any number.
+    """The mini-batches of one client in one round, drawn while they are read: K may be any number."""
 
-    Attributes:
-        steps: how many there are, K.
-        width: samples in a full batch, B.
-        samples: of the client.
-        address: (seed, t, client) of the random orders; None repeats the order of the client's data.
-        period: batches per epoch, if the last batch of an epoch is smaller; 1 if all batches are full.
-        last: samples in the last batch of an epoch.
-    """
-
-    steps: int
-    width: int
-    samples: int
-    address: tuple[int, int, int] | None = None
-    period: int = 1
-    last: int = 0
+    steps: int  # number of batches, K
+    width: int  # samples in a full batch, B
+    samples: int  # of the client
+    address: tuple[int, int, int] | None = None  # (seed, t, client) of random orders; None: order of the data
+    period: int = 1  # batches per epoch, if the last batch of an epoch is smaller; 1 if all batches are full
+    last: int = 0  # samples in the last batch of an epoch
 
     def __post_init__(self) -> None:
         if self.period == 1:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fadamgc.algorithm import AnyAlgorithm
+from fadamgc.algorithm import AnyAlgorithm, Cohort
 from fadamgc.errors import NonFiniteError
 from fadamgc.federation.client_states import ClientStates
 from fadamgc.federation.cost import CostModel, Work, state_bytes, traffic
@@ -125,8 +125,11 @@ class Federation:
 
     def aggregate(self, sums: Sums) -> ServerState:
         """Return the server's state and the buffers after the next round; unchanged without any client."""
-        server = sums.aggregate(self.algorithm, self.state.server, self.n, self.t + 1)
-        return ServerState(server, sums.mean_buffers(self.state.buffers))
+        server, buffers = self.state
+        if sums.up is None:
+            return self.state
+        cohort = Cohort(n=self.n, S=sums.S, K=sums.steps / sums.S, t=self.t + 1)
+        return ServerState(self.algorithm.aggregate(server, sums.up, cohort), sums.mean_buffers(buffers))
 
     def evaluate(self, state: ServerState) -> dict[str, float]:
         """Return the evaluation of the next round; {} if that round is not evaluated."""

@@ -14,6 +14,7 @@ import torch
 from fadamgc.algorithm import AnyAlgorithm
 from fadamgc.errors import InputError, listed, not_accepted, real, shown, whole
 from fadamgc.federation.sampling import Batches, Draw, draw
+from fadamgc.files import as_json
 from fadamgc.task import DTYPES
 
 LARGEST_COUNT = 2**53  # rounds, clients, steps, samples: they are also counted in floats
@@ -147,20 +148,17 @@ class Settings:
             )
         if len(self.schedule) < self.rounds:
             raise InputError(f"rounds={self.rounds} exceeds the schedule's {len(self.schedule)} entries")
-        for t, (sampled, tracked) in enumerate(self.schedule, start=1):
-            if not sampled:
-                raise InputError(f"schedule of round {t} samples no client; each round needs at least one")
-            for name, ids in (("sampled", sampled), ("tracked", tracked)):
-                outside = [i for i in ids if not 0 <= i < n]
-                if outside:
-                    raise InputError(
-                        f"schedule of round {t}: {name} client {outside[0]} is not in 0..{n - 1}"
-                    )
+        for t, entry in enumerate(self.schedule, start=1):
+            where = f"schedule of round {t}"
+            if not entry.sampled:
+                raise InputError(f"{where} samples no client; each round needs at least one")
+            for name, ids in entry._asdict().items():
+                if outside := [i for i in ids if not 0 <= i < n]:
+                    raise InputError(f"{where}: {name} client {outside[0]} is not in 0..{n - 1}")
                 if len(set(ids)) != len(ids):
-                    raise InputError(f"schedule of round {t}: a client is {name} twice in {shown(list(ids))}")
-            extra = sorted(set(tracked) - set(sampled))
-            if extra:
-                raise InputError(f"schedule of round {t}: client {extra[0]} is tracked but not sampled")
+                    raise InputError(f"{where}: a client is {name} twice in {shown(list(ids))}")
+            if extra := sorted(set(entry.tracked) - set(entry.sampled)):
+                raise InputError(f"{where}: client {extra[0]} is tracked but not sampled")
 
     def _check_full_participation(self, n: int, sizes: Sequence[int], name: str) -> None:
         draws = [self._numbers_drawn(n)]
@@ -230,12 +228,8 @@ class Settings:
 
     def to_json(self) -> dict[str, Any]:
         """Return the settings that determine the run's numbers, as plain data (not how many rounds)."""
-        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in NOT_IDENTITY}
-        if self.schedule is not None:
-            plain["schedule"] = [[list(sampled), list(tracked)] for sampled, tracked in self.schedule]
-        if isinstance(self.weights, tuple):
-            plain["weights"] = list(self.weights)
-        return plain
+        names = [field.name for field in fields(self) if field.name not in NOT_IDENTITY]
+        return {name: as_json(getattr(self, name)) for name in names}
 
 
 def _draws(schedule: Any) -> tuple[Draw, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -128,8 +128,8 @@ class Engine:
             self._start()
         self.executor = resources.executor(executor, self.workload, compiled)
         if callable(self.federation.task.metric):  # a metric that fails should fail now
-            state, seed = self.federation.state, self.settings.seed
-            self.functions.evaluate(state.server.x, state.buffers, seed, 0)
+            server, buffers = self.federation.state
+            self.functions.evaluate(server.x, buffers, self.settings.seed, 0)
 
     def _start(self) -> None:
         """Set up server and clients before round 1."""
@@ -153,9 +153,9 @@ class Engine:
         """Take over the state of a saved run."""
         device, clients, federation = self.functions.device, saved.clients, self.federation
         x0, algo = self.functions.x0, self.algorithm
-        server = _to(saved.server, device)
+        server, initial = _to(saved.server, device), _to(clients.initial, device)
         g = x0 if algo.init_gradient else None
-        servers, initials = (server, algo.init_server(x0, g)), (clients.initial, algo.init_client(x0, g))
+        servers, initials = (server, algo.init_server(x0, g)), (initial, algo.init_client(x0, g))
         for owner, pair in {"server": servers, "client": initials}.items():
             for name, tensor, other in other_types(*pair):
                 raise CheckpointError(
@@ -164,12 +164,14 @@ class Engine:
                 )
         if clients.n != len(self.data):
             raise CheckpointError(f"the checkpoint has n={clients.n} clients, the task has {len(self.data)}")
-        if isinstance(clients, FileStates):
-            clients.initial = clients.slots.like = _to(clients.initial, device)
-            self.clients = clients.in_memory() if self._in_memory else clients
-        else:  # of the first format, which had all states in one file of tensors
-            states = {i: _to(clients[i], device) for i in clients.participants}
-            self.clients = self._client_states(_to(clients.initial, device), states)
+        if isinstance(clients, FileStates) and not self._in_memory:
+            clients.initial = clients.slots.like = initial
+            self.clients = clients
+        else:
+            self.clients = self._client_states(initial)
+            for i in clients.participants:
+                self.clients.update({i: self.clients.stage(_to(clients[i], device))})
+            self.clients.changed = set(clients.changed)
         federation.state = ServerState(server, {n: v.to(device) for n, v in saved.buffers.items()})
         federation.history = saved.reprice(federation.cost).history
         federation.t = self._saved_round = len(saved.history)
@@ -184,14 +186,11 @@ class Engine:
         log.info("states auto: files, because the states of %d clients would not fit in memory", participants)
         return False
 
-    def _client_states(self, initial: Any, states: Mapping[int, Any] | None = None) -> ClientStates:
+    def _client_states(self, initial: Any) -> ClientStates:
         if self._in_memory:
-            return ClientStates(len(self.data), initial, states)
+            return ClientStates(len(self.data), initial)
         slots = Slots(initial) if self.checkpoint is None else self.checkpoint.open_slots(initial)
-        clients = FileStates(len(self.data), initial, slots)
-        for i, state in (states or {}).items():
-            clients.update({i: clients.stage(state)})
-        return clients
+        return FileStates(len(self.data), initial, slots)
 
     # A round.
 
@@ -294,8 +293,8 @@ class Engine:
     def result(self) -> Run:
         """Return the run so far."""
         compiled = bool(getattr(self.executor, "compiled", False))
-        executor = {"executor": self.executor.name, "compiled": compiled}
-        return self.federation.run(self.clients, self.identity() | executor)
+        described = {"executor": self.executor.name, "compiled": compiled}
+        return self.federation.run(self.clients, self.identity() | described)
 
     def write(self) -> None:
         """Write a checkpoint, if there is a folder for it and the last one is older than this round."""
@@ -327,4 +326,4 @@ def _is_finite(result: Result) -> bool:
 
 
 def _to(state: Any, device: torch.device) -> Any:
-    return map_leaves(lambda tensor: tensor.to(device), state)
+    return map_leaves(lambda tensor: tensor.to(device, copy=True), state)

@@ -32,18 +32,16 @@ class Slots:
     the last checkpoint names is not free, even if its client has a newer state. So a round that fails leaves
     the old states as they were, and a checkpoint only has to store the slot of each client.
 
-    Args:
-        like: a state, for the types and shapes of its tensors.
-        folder: the folder of the file; None is a file without a name, which is removed with this object.
-        used: the slots in use, with their checksums, to resume with the file in the folder; None starts a
-            new file.
-        writing: False opens the file for reading only.
+    All states have the types and shapes of ``like``. ``used`` are the slots in use, with their checksums, to
+    resume with the file in the folder; None starts a new file. Without a folder, the file has no name and is
+    removed with this object. Without ``writing`` it is opened for reading only.
     """
 
     def __init__(
         self, like: Any, folder: Path | None = None, used: dict[int, int] | None = None, writing: bool = True
     ) -> None:
         self.like, self.folder = like, folder
+        self.path = Path(tempfile.gettempdir() if folder is None else folder) / FILE  # for messages
         self.crc: dict[int, int] = dict(used or {})
         self._size = state_bytes(like)
         self._slot = -(-self._size // PAGE) * PAGE
@@ -73,8 +71,8 @@ class Slots:
                     place, data = place + written, data[written:]
         except OSError as error:
             self._free.append(slot)
-            message = f"a client's state cannot be written to {self.path}: {error.strerror or error}"
-            raise UnwritableError(message) from None
+            reason = error.strerror or error
+            raise UnwritableError(f"a client's state cannot be written to {self.path}: {reason}") from None
         self.crc[slot] = crc
         return slot
 
@@ -134,11 +132,6 @@ class Slots:
                     "saved; start again in another folder"
                 )
 
-    @property
-    def path(self) -> Path:
-        """The file, for messages."""
-        return Path(tempfile.gettempdir() if self.folder is None else self.folder) / FILE
-
     def _mapped(self, slot: int) -> Any:
         try:
             mapped = mmap.mmap(self._file, self._size, access=mmap.ACCESS_COPY, offset=slot * self._slot)
@@ -172,10 +165,8 @@ def _open(folder: Path | None, new: bool, writing: bool) -> int:
     except FileNotFoundError:
         raise CheckpointError(f"{folder}/{FILE}, the clients' states, does not exist") from None
     except OSError as error:
-        place = tempfile.gettempdir() if folder is None else folder
-        raise CheckpointError(
-            f"the clients' states in {place} cannot be opened: {error.strerror or error}"
-        ) from None
+        place, reason = folder or tempfile.gettempdir(), error.strerror or error
+        raise CheckpointError(f"the clients' states in {place} cannot be opened: {reason}") from None
 
 
 class FileStates(ClientStates):
@@ -206,20 +197,12 @@ class FileStates(ClientStates):
 
     def slot(self, client: int) -> int:
         """Return the slot of a client that has taken part."""
-        slot: int = self._states[client]
-        return slot
-
-    def in_memory(self) -> ClientStates:
-        """Return the same states in memory."""
-        states = {i: map_leaves(torch.clone, self[i]) for i in self.participants}
-        copy = ClientStates(self.n, self.initial, states)
-        copy.changed = set(self.changed)
-        return copy
+        return int(self._states[client])
 
     def __reduce__(self) -> Any:
         # The file belongs to this process; another process gets a copy of the states.
-        copy = self.in_memory()
-        return ClientStates, (copy.n, copy.initial, copy._states)
+        states = {i: map_leaves(torch.clone, self[i]) for i in self.participants}
+        return ClientStates, (self.n, self.initial, states)
 
     def _read(self, stored: int) -> Any:
         return self.slots.get(stored)

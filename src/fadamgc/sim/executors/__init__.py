@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TypeAlias
 
 from fadamgc.errors import InputError, nearest, shown
@@ -12,44 +13,27 @@ from fadamgc.sim.executors.loop import LoopExecutor
 from fadamgc.sim.executors.threads import ThreadsExecutor
 from fadamgc.sim.executors.vectorized import VectorizedExecutor
 
-__all__ = [
-    "EXECUTORS",
-    "Executor",
-    "ExecutorChoice",
-    "LoopExecutor",
-    "ThreadsExecutor",
-    "VectorizedExecutor",
-    "Workload",
-    "make_executor",
-]
+__all__ = ["Executor", "LoopExecutor", "ThreadsExecutor", "VectorizedExecutor", "Workload"]
 
 ExecutorChoice: TypeAlias = str | Callable[[Workload], Executor]
 
-EXECUTORS: dict[str, Callable[[Workload], Executor]] = {
-    "loop": LoopExecutor,
-    "threads": ThreadsExecutor,
-    "vectorized": VectorizedExecutor,
-}
+EXECUTORS = ("loop", "threads", "vectorized")
 
 
 def make_executor(choice: ExecutorChoice, workload: Workload, compiled: bool | None = None) -> Executor:
     """Make an executor by name ("auto", "loop", "threads", "vectorized"), or by a custom factory.
 
-    Args:
-        choice: the name, or a function of the workload.
-        workload: what will be run.
-        compiled: whether an interrupted run had compiled code, because the last bits depend on it.
+    ``compiled`` is whether an interrupted run had compiled code, because the last bits depend on it.
     """
     if callable(choice):
         return choice(workload)
-    if isinstance(choice, str) and choice == "auto":
-        return choose_executor(workload)
-    if not isinstance(choice, str) or choice not in EXECUTORS:
-        known = ["auto", *EXECUTORS]
-        hint = nearest(choice, known) if isinstance(choice, str) else ""
-        raise InputError(f"executor={shown(choice)} is not known{hint}; known are {', '.join(known)}")
-    if choice == "threads":
-        return ThreadsExecutor(workload, compile=compiled)
-    if choice == "vectorized":
-        return VectorizedExecutor(workload, compile=compiled)
-    return EXECUTORS[choice](workload)
+    makers: dict[str, Callable[[Workload], Executor]] = {
+        "auto": choose_executor,
+        "loop": LoopExecutor,
+        "threads": partial(ThreadsExecutor, compile=compiled),
+        "vectorized": partial(VectorizedExecutor, compile=compiled),
+    }
+    if not isinstance(choice, str) or choice not in makers:
+        hint = nearest(choice, makers) if isinstance(choice, str) else ""
+        raise InputError(f"executor={shown(choice)} is not known{hint}; known are {', '.join(makers)}")
+    return makers[choice](workload)

@@ -1,7 +1,7 @@
 """An algorithm's rules on long vectors: in place, piece by piece, in memory that is used again.
 
 The rules of an algorithm are a dozen passes over vectors of millions of numbers. If every number depends only
-on the numbers at its own position, all passes run over one short piece at a time, or are compiled into one
+on the numbers at the same position, all passes run over one short piece at a time, or are compiled into one
 pass. Code for a piece fits every large model.
 """
 
@@ -19,18 +19,14 @@ from fadamgc.sim.executors.machine_code import Code, compiled
 from fadamgc.sim.executors.trace import flat_function, liftable, lifted, pointwise, record
 from fadamgc.tree import leaves, rebuild, skeleton
 
-PIECE = (
-    1 << 15
-)  # numbers of a vector that go through the rules of a step at once, so that they stay in the cache
-WIDE_PIECE = 1 << 17  # through the rules of a round, which are few: threads wait for Python at every piece
+PIECE = 1 << 15  # numbers of a vector that pass the rules of a step at once, so that they stay in the cache
+WIDE_PIECE = 1 << 17  # that pass the rules of a round, which are few: threads wait for Python at every piece
 
 
 class Rules:
     """The rules of an algorithm for one client, working in place; shared by all threads.
 
-    Args:
-        algorithm: the algorithm.
-        compile: whether a step becomes machine code, if possible.
+    With ``compile``, a step becomes machine code if possible.
     """
 
     def __init__(self, algorithm: AnyAlgorithm, compile: bool) -> None:
@@ -44,7 +40,7 @@ class Rules:
         self._lock = threading.Lock()
 
     def begin(self, down: Any, client: Any, g_x: Tensor | None, x: Tensor, workspace: Workspace) -> Any:
-        """Return what the client's steps start from, in memory that nothing else uses until ``finish``."""
+        """Return the local state before step 1, in memory that nothing else uses until ``finish``."""
         return self._run("begin", self.algorithm.begin, (down, client, g_x), x, [], workspace.vector)
 
     def step(self, down: Any, client: Any, x: Tensor, local: Any, g: Tensor) -> None:
@@ -82,15 +78,13 @@ class Rules:
     def finish(
         self, down: Any, client: Any, local: Any, x: Tensor, K: int, tracked: bool, workspace: Workspace
     ) -> tuple[Any, Any]:
-        """Return what the client keeps and what it sends; ``x`` and the workspace may be used again."""
+        """Return the client's new state and its message; ``x`` and the workspace may be used again."""
 
         def finish(down: Any, client: Any, local: Any, x: Tensor) -> Any:
             return self.algorithm.finish(down, client, local, x, K, tracked)
 
-        shared = leaves((down, client, local))
-        state, up = self._run(
-            ("finish", tracked), finish, (down, client, local, x), x, shared, torch.empty_like
-        )
+        arguments, shared = (down, client, local, x), leaves((down, client, local))
+        state, up = self._run(("finish", tracked), finish, arguments, x, shared, torch.empty_like)
         workspace.take_back(except_for=leaves((state, up)))
         return state, up
 

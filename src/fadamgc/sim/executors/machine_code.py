@@ -1,9 +1,9 @@
 """Machine code of graphs that work in place: compiled once, kept on disk, run many times in one call.
 
-AOTInductor writes C++ for a graph. It is compiled here together with ``loop.cpp``, which goes through all
-steps of a block in one call, without Python and its lock. Code that was compiled before is loaded from the
-user's cache folder, without importing the compiler. Only code from files and folders that nobody else can
-write is loaded. Where code cannot be compiled, Python runs the recorded graph.
+AOTInductor writes C++ for a graph. The C++ is compiled here together with ``loop.cpp``, which runs all steps
+of a block in one call, without Python and its lock. Code that was compiled before is loaded from the user's
+cache folder, without importing the compiler, if nobody else can write its file and folder. If a graph cannot
+be compiled, Python runs it.
 
 This is the only file that knows torch's compiler, ``torch._inductor``, whose name is private. See
 docs/adr/0004-a-local-step-is-one-graph.md.
@@ -28,13 +28,14 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
 from fadamgc.cache import cache_folder, code_folder, read_private, remove_old
+from fadamgc.errors import first_line
 from fadamgc.files import write_atomic
 
 log = logging.getLogger("fadamgc")
@@ -70,6 +71,9 @@ DTYPES = {  # by their numbers in torch's C interface
 }
 
 
+Tensors: TypeAlias = Sequence[Tensor]
+
+
 class Code:
     """A function of tensors that writes its results into some of them, run by Python."""
 
@@ -83,22 +87,14 @@ class Code:
         self.function(*tensors)
 
     def repeat(
-        self,
-        fixed: Sequence[Tensor],
-        state: Sequence[Tensor],
-        series: Sequence[Tensor] = (),
-        parts: int = 1,
-        threads: int = 1,  # noqa: ARG002
+        self, fixed: Tensors, state: Tensors, series: Tensors = (), parts: int = 1, threads: int = 1
     ) -> None:
-        """Run one step for each entry of the series, along their first dimension; one step without series.
+        """Run one step for each entry of the series, (steps, lanes, ...); one step without series.
 
-        Args:
-            fixed: arguments that are the same in each part and step.
-            state: arguments with one row per lane, which may be cut into parts.
-            series: arguments of each step, (steps, lanes, ...).
-            parts: number of equal parts into which the lanes are cut.
-            threads: number of threads that share the parts, where that is possible.
+        ``state`` has one row per lane. The lanes are cut into equal ``parts``, which ``threads`` share where
+        that is possible. ``fixed`` are the arguments that are the same in each part and step.
         """
+        del threads  # Python runs one part after the other
         lanes = len(state[0]) // parts
         for first in range(0, lanes * parts, lanes):
             rows = [t[first : first + lanes] for t in state]
@@ -107,17 +103,12 @@ class Code:
 
 
 class NativeCode(Code):
-    """Machine code: a library whose loop runs without Python's lock.
-
-    Args:
-        library: content of its file.
-        arguments: tensors like those that the code was compiled for.
-    """
+    """Machine code for arguments of one layout: a library whose loop runs without Python's lock."""
 
     machine = True
-    constants: Sequence[Tensor] = ()  # arguments before those of a call
+    constants: Tensors = ()  # arguments before those of a call
 
-    def __init__(self, library: bytes, arguments: Sequence[Tensor]) -> None:
+    def __init__(self, library: bytes, arguments: Tensors) -> None:
         self._repeat = _loaded(library).fadamgc_repeat
         self._layouts = [(a.dtype, a.shape, a.stride()) for a in arguments]
         n, dims = len(arguments), [d for a in arguments for d in (*a.shape, *a.stride())]
@@ -125,7 +116,7 @@ class NativeCode(Code):
         self._dims = (ctypes.c_int64 * len(dims))(*dims)
         self._dtypes = (ctypes.c_int32 * n)(*(DTYPES[a.dtype] for a in arguments))
 
-    def with_constants(self, constants: Sequence[Tensor]) -> NativeCode:
+    def with_constants(self, constants: Tensors) -> NativeCode:
         """Return the same code with tensors for its first arguments."""
         code = copy.copy(self)
         code.constants = constants
@@ -133,15 +124,10 @@ class NativeCode(Code):
 
     def __call__(self, *tensors: Tensor) -> None:
         """Run one step."""
-        self._run(tensors, [0] * len(tensors), [0] * len(tensors))
+        self._run(tensors, [0] * len(tensors), [0] * len(tensors), 1, 1, 1)
 
     def repeat(
-        self,
-        fixed: Sequence[Tensor],
-        state: Sequence[Tensor],
-        series: Sequence[Tensor] = (),
-        parts: int = 1,
-        threads: int = 1,
+        self, fixed: Tensors, state: Tensors, series: Tensors = (), parts: int = 1, threads: int = 1
     ) -> None:
         """Run one step for each entry of the series; one step without series."""
         lanes, same = len(state[0]) // parts, [0] * len(fixed)
@@ -154,16 +140,11 @@ class NativeCode(Code):
         first = [*fixed, *(t[:lanes] for t in state), *(t[0, :lanes] for t in series)]
         self._run(first, step, part, len(series[0]) if series else 1, parts, min(threads, parts))
 
-    def _run(
-        self,
-        first: Sequence[Tensor],
-        step: list[int],
-        part: list[int],
-        steps: int = 1,
-        parts: int = 1,
-        threads: int = 1,
-    ) -> None:
-        """Run all steps of all parts, given the arguments of the first and the distances to the next."""
+    def _run(self, first: Tensors, step: list[int], part: list[int], *counts: int) -> None:
+        """Run all steps of all parts, given the arguments of the first and the distances to the next.
+
+        ``counts`` are the numbers of steps, parts and threads.
+        """
         same = [0] * len(self.constants)
         first, step, part = [*self.constants, *first], [*same, *step], [*same, *part]
         layouts = [(t.dtype, t.shape, t.stride()) for t in first]
@@ -179,9 +160,7 @@ class NativeCode(Code):
             self._dtypes,
             (ctypes.c_int64 * n)(*step),
             (ctypes.c_int64 * n)(*part),
-            ctypes.c_int64(steps),
-            ctypes.c_int64(parts),
-            ctypes.c_int64(threads),
+            *map(ctypes.c_int64, counts),
             message,
             ctypes.c_int64(len(message)),
         )
@@ -197,7 +176,7 @@ def _loaded(library: bytes) -> ctypes.CDLL:
             file.write(library)
         return ctypes.CDLL(path)
     finally:
-        with suppress(OSError):  # Windows does not remove what is loaded; ``_keep`` does so later
+        with suppress(OSError):  # Windows does not remove a loaded library; ``_keep`` does so later
             os.unlink(path)
 
 
@@ -211,11 +190,10 @@ def compiler() -> str | None:
 _codes: dict[str, NativeCode | None] = {}  # None where a graph could not be compiled
 
 
-def compiled(graph: Callable[..., Any], arguments: Sequence[Tensor]) -> Code:
-    """Compile a graph for arguments like these; where that cannot be done, Python runs the graph.
+def compiled(graph: Callable[..., Any], arguments: Tensors) -> Code:
+    """Compile a graph for arguments like these; if that fails, Python runs the graph.
 
-    The code of a graph serves all runs of the process, and is kept on disk for later ones. It computes with
-    one thread.
+    The code of a graph serves all runs of the process, and is kept on disk for later processes.
     """
     if not isinstance(graph, GraphModule) or compiler() is None:
         return Code(graph)
@@ -232,8 +210,7 @@ def compiled(graph: Callable[..., Any], arguments: Sequence[Tensor]) -> Code:
         try:
             _codes[key] = _kept(key, arguments) or _compile(pure, arguments, key)
         except Exception as error:  # another version of torch may do it differently
-            reason = (str(error).strip() or repr(error)).splitlines()[0]
-            log.warning("a graph is not compiled, which costs speed: %s", reason)
+            log.warning("a graph is not compiled, which costs speed: %s", first_line(error))
             _codes[key] = None
     code = _codes[key]
     if code is None:
@@ -255,7 +232,7 @@ def _with_inputs(graph: GraphModule, names: Sequence[str]) -> GraphModule:
     return pure
 
 
-def _key(graph: GraphModule, arguments: Sequence[Tensor]) -> str:
+def _key(graph: GraphModule, arguments: Tensors) -> str:
     """Return a name for the code, such that equal names mean equal code."""
     layouts = [(tuple(a.shape), a.stride(), str(a.dtype), str(a.device)) for a in arguments]
     versions = (torch.__version__, platform.python_version(), compiler())
@@ -273,7 +250,7 @@ def _cpu() -> str:
         return platform.processor() + platform.machine()
 
 
-def _compile(graph: GraphModule, arguments: Sequence[Tensor], key: str) -> NativeCode:
+def _compile(graph: GraphModule, arguments: Tensors, key: str) -> NativeCode:
     log.info("compiling a graph of %d operations", len(graph.graph.nodes))
     with tempfile.TemporaryDirectory(prefix="fadamgc-build-") as folder:
         library = _build(_source(graph, arguments, folder), Path(folder))
@@ -283,7 +260,7 @@ def _compile(graph: GraphModule, arguments: Sequence[Tensor], key: str) -> Nativ
     return code
 
 
-def _source(graph: GraphModule, arguments: Sequence[Tensor], folder: str) -> list[str]:
+def _source(graph: GraphModule, arguments: Tensors, folder: str) -> list[str]:
     """Let AOTInductor write the C++ source of a graph; return the files."""
     for node in graph.graph.nodes:
         node.meta.clear()  # the compiler derives shapes itself, and stumbles over the recorder's
@@ -324,10 +301,10 @@ def _build(files: list[str], folder: Path) -> bytes:
     return (folder / "library.so").read_bytes()
 
 
-def _check(code: NativeCode, graph: GraphModule, arguments: Sequence[Tensor]) -> None:
+def _check(code: NativeCode, graph: GraphModule, arguments: Tensors) -> None:
     """Refuse code whose first step does not change the arguments as the recorded graph does.
 
-    The results may differ in rounding, which rules that divide by small numbers magnify.
+    The results may differ by rounding, which is magnified by rules that divide by small numbers.
     """
     ours, theirs = ([a.clone() for a in arguments] for _ in range(2))
     code(*ours)
@@ -340,14 +317,14 @@ def _check(code: NativeCode, graph: GraphModule, arguments: Sequence[Tensor]) ->
             raise ValueError("the compiled step does something else than the recorded one")
 
 
-_torch_folder: str | None = None  # that this process has chosen
+_torch_folder: str | None = None  # the folder that this process has chosen
 
 
 def _compile_in_private() -> None:
     """Let torch compile in the code folder, unless the user has named another one.
 
-    torch compiles small programs to learn what the processor can do. Its default is ``torchinductor_USER`` in
-    the shared temporary folder, even if somebody else made it; and torch loads the libraries that are there.
+    torch compiles small programs to learn what the processor can do, and loads them. Its default folder is
+    ``torchinductor_USER`` in the shared temporary folder, even if another user made it.
     """
     global _torch_folder
     named = os.environ.get(TORCH_FOLDER)
@@ -373,7 +350,7 @@ def _keep(key: str, library: bytes) -> None:
         log.info("compiled code is not kept: %s", error)
 
 
-def _kept(key: str, arguments: Sequence[Tensor]) -> NativeCode | None:
+def _kept(key: str, arguments: Tensors) -> NativeCode | None:
     for folder in dict.fromkeys((cache_folder() / "code", code_folder())):
         path = folder / f"{key}.so"
         try:

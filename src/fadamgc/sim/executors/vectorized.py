@@ -1,13 +1,13 @@
 """A block of clients at once: one batched gradient for all of them in each step (torch.func).
 
 The clients of a block may belong to different runs (other seeds, other step sizes) and may have different
-amounts of data and different K. Two ways keep that exact: where loss and model treat the samples of a batch
-one by one, short batches are padded and the padding gets weight zero; where they do not (BatchNorm, a loss
-that is not a plain mean), only clients whose batches have the same sizes share a block.
+amounts of data and different K. If loss and model treat the samples of a batch one by one, short batches are
+padded, and the padding has weight zero. If not (BatchNorm, a loss that is not a plain mean), only clients
+whose batches have the same sizes share a block.
 
-A whole local step (gradient, the algorithm's rules, update) is one graph, compiled where that pays. The
-result of a client depends neither on the other clients of its block nor on the size of the block. A block
-is cut into equal *parts*, one per thread; compiled code is for the clients of one part.
+A whole local step (gradient, the algorithm's rules, update) is one graph, compiled if that pays. The result
+of a client depends neither on the other clients of its block nor on the size of the block. A block is cut
+into equal *parts*, one per thread; compiled code is for the clients of one part.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ import torch
 from torch import Tensor
 
 from fadamgc.algorithm import AnyAlgorithm
-from fadamgc.errors import FadamgcError, InputError
+from fadamgc.errors import FadamgcError, whole
 from fadamgc.federation.jobs import Job, Result
 from fadamgc.federation.traits import check_batchable, is_samplewise
 from fadamgc.runtime import one_thread
 from fadamgc.sim.executors.base import Workload
-from fadamgc.sim.executors.block import Batch, BlockMath, End, Inputs, Progress
-from fadamgc.sim.executors.block_batches import block_batches, padded_width
+from fadamgc.sim.executors.block import Batch, BlockMath, End, Inputs, Progress, block_batches, padded_width
 from fadamgc.sim.executors.loop import run_job
 from fadamgc.sim.executors.machine_code import Code, compiled, compiler
 from fadamgc.sim.executors.trace import flat_function, liftable, lifted, record
@@ -41,7 +40,7 @@ LONG_RUN = 1000  # local steps that a run must plan for a compilation to pay
 
 
 class _Kind(NamedTuple):
-    """What algorithms must have in common to share a block: everything except lifted numbers."""
+    """The part of an algorithm that must be equal in a block: everything except lifted numbers."""
 
     lifted_names: tuple[str, ...]
     description: str
@@ -51,17 +50,16 @@ class VectorizedExecutor:
     """Runs one client's rules on a whole block of clients through vmap.
 
     Args:
-        workload: what will be run. Jobs may belong to other tasks with the same model and loss.
+        workload: the work of a run. Jobs may belong to other tasks with the same model and loss.
         block: clients at once; None is as many as are fast.
-        compile: whether steps become machine code; None is where a compiler exists and the run is long
-            enough for that to pay.
+        compile: whether steps become machine code; None is if the run is long enough for that to pay.
     """
 
     name = "vectorized"
 
     def __init__(self, workload: Workload, block: int | None = None, compile: bool | None = None) -> None:
-        if block is not None and block < 1:
-            raise InputError(f"block={block} is not accepted; it must be at least 1")
+        if block is not None:
+            whole("block", block, 1)
         functions = workload.functions
         self.workload, self.functions = workload, functions
         vector_bytes = functions.flat.d * functions.x0.element_size()
@@ -121,19 +119,16 @@ class VectorizedExecutor:
         return self._kinds[algorithm]
 
     def _part_size(self, clients: int) -> int:
-        """Return for how many clients a step is, such that a group needs few blocks of equal parts.
+        """Return the number of clients in a part, such that a group needs few blocks of equal parts.
 
-        At least two clients, since a step for one would be other code. Compiled code for another size is
-        used if that wastes little.
+        It is at least two, since a step for one client would be other code. Compiled code for another number
+        is used if that wastes little.
         """
         blocks = -(-clients // (self.block * self.threads))
         size = max(2, -(-clients // (blocks * self.threads)))
         if self._compile:
-            near = [
-                s
-                for s in self._part_sizes
-                if 0.7 * size <= s and -(-clients // s) * s <= 1.25 * max(clients, 2)
-            ]
+            most = 1.25 * max(clients, 2)
+            near = [s for s in self._part_sizes if s >= 0.7 * size and -(-clients // s) * s <= most]
             size = max(near, default=size)
             self._part_sizes.add(size)
         return size
@@ -215,7 +210,7 @@ class VectorizedExecutor:
         return rebuild(like, graph(*leaves(arguments)))
 
     def _cached(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
-        """Return what was made for a key; the entries that were used last are kept."""
+        """Return the entry of a key, made once; the entries that were used last are kept."""
         entry = self._graphs.pop(key, None) or make()
         self._graphs[key] = entry  # now the youngest
         if len(self._graphs) > CACHED_GRAPHS:
