@@ -79,7 +79,7 @@ def test_batches_are_the_same_however_many_are_drawn_at_once(positions, monkeypa
         assert [rows.tolist() for rows in found] == [rows.tolist() for rows in wanted]
         assert sizes_of(plan) == [len(rows) for rows in wanted]
         assert plan.total == sum(map(len, wanted))
-        assert plan.even == (len(set(map(len, wanted))) == 1)
+        assert (plan.period == 1) == (len(set(map(len, wanted))) == 1)
 
 
 def test_draws_are_addressed():

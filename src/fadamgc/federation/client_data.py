@@ -52,8 +52,3 @@ class ClientTable:
 
     def __getitem__(self, client: int) -> ClientData:
         return ClientData(self.inputs, self.targets, int(self.start[client]), int(self.size[client]))
-
-    @property
-    def largest(self) -> ClientData:
-        """The client with the most samples."""
-        return self[int(self.size.argmax())]

@@ -7,7 +7,7 @@ links and devices without running it again.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from fadamgc.algorithm import AnyAlgorithm, example, stand_in
 from fadamgc.errors import InputError, not_accepted, real
 from fadamgc.federation.functions import Buffers
+from fadamgc.federation.sampling import Draw
 from fadamgc.tree import leaves
 
 LINK, TIME = (1e-9, math.inf, ">= 1e-09"), (0.0, 1e9, "with 0 <= value <= 1e+09")
@@ -43,11 +44,11 @@ class Traffic(NamedTuple):
     up: int  # sent by every sampled client
     up_tracked: int  # sent in addition by a tracked client
 
-    def work(self, clients: Sequence[int], tracked: Sequence[int], steps: Sequence[int]) -> Work:
-        """Return the work of a round in which these clients took part."""
-        tracking = set(tracked)
-        up = tuple(self.up + (self.up_tracked if i in tracking else 0) for i in clients)
-        return Work(tuple(clients), tuple(steps), (self.down,) * len(clients), up)
+    def work(self, draw: Draw, steps: Sequence[int], silent: Collection[int] = ()) -> Work:
+        """Return the work of a round of the drawn clients; ``silent`` clients have sent nothing."""
+        sent = dict.fromkeys(draw.sampled, self.up) | dict.fromkeys(draw.tracked, self.up + self.up_tracked)
+        up = tuple(0 if i in silent else sent[i] for i in draw.sampled)
+        return Work(draw.sampled, tuple(steps), (self.down,) * len(up), up)
 
 
 def traffic(

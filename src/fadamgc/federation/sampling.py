@@ -75,11 +75,6 @@ class Batches:
             object.__setattr__(self, "last", self.width)
 
     @property
-    def even(self) -> bool:
-        """Whether all batches are full."""
-        return self.period == 1
-
-    @property
     def total(self) -> int:
         """Samples of all batches together."""
         return self.steps * self.width - self.steps // self.period * (self.width - self.last)

@@ -102,12 +102,11 @@ class Federation:
     def who(self, available: Iterable[int] | None = None) -> Draw:
         """Return who takes part in the next round, out of the clients that are available (None: all)."""
         s, t = self.settings, self.t + 1
-        present = None if available is None else sorted(set(available))
-        if present is None or len(present) == self.n:
+        if available is None:
             return s.who(t, self.n)
+        present = sorted(set(available))
         if s.schedule is not None:
-            planned = s.who(t, self.n)
-            return Draw(*(tuple(i for i in ids if i in present) for ids in planned))
+            return Draw(*(tuple(i for i in ids if i in present) for ids in s.who(t, self.n)))
         S = min(s.sampled or self.n, len(present))
         tracked = S if s.tracked is None else min(s.tracked, S)
         positions = draw(s.seed, t, len(present), S, tracked) if S else Draw((), ())
@@ -133,10 +132,10 @@ class Federation:
 
     def evaluate(self, state: ServerState) -> dict[str, float]:
         """Return the evaluation of the next round; {} if that round is not evaluated."""
-        t = self.t + 1
-        if not self.settings.evaluates(t):
+        t, s = self.t + 1, self.settings
+        if t % s.eval_every and t != s.rounds:
             return {}
-        return self.functions.evaluate(state.server.x, state.buffers, self.settings.seed, t)
+        return self.functions.evaluate(state.server.x, state.buffers, s.seed, t)
 
     def work_steps(self, steps: int, samples: int) -> int:
         """Return the cost of a client's round in steps, with the pass over its data that some rules need."""
@@ -158,10 +157,7 @@ class Federation:
         ``dropped`` are the clients whose updates were not added; the bytes of ``silent`` ones do not count.
         """
         t = self.t + 1
-        now = self.traffic.work(draw.sampled, draw.tracked, steps)
-        if silent:
-            up = (0 if i in silent else size for i, size in zip(draw.sampled, now.up, strict=True))
-            now = now._replace(up=tuple(up))
+        now = self.traffic.work(draw, steps, silent)
         work = (*self.setup, now) if t == 1 else (now,)
         return Record(
             round=t,

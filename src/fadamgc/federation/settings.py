@@ -206,10 +206,6 @@ class Settings:
         raw = np.asarray(sizes if self.weights == "size" else self.weights, dtype=np.float64)
         return [float(w) for w in raw * (len(raw) / raw.sum())]
 
-    def evaluates(self, t: int) -> bool:
-        """Whether round t is evaluated."""
-        return t % self.eval_every == 0 or t == self.rounds
-
     def batches(self, t: int, client: int, samples: int) -> Batches:
         """Return the mini-batches of a client with that many samples in round t.
 

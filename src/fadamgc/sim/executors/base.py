@@ -30,7 +30,7 @@ class Workload(NamedTuple):
         cls, functions: TaskFunctions, clients: ClientTable, algorithm: AnyAlgorithm, s: Settings
     ) -> Workload:
         """Return the workload of a run with these settings."""
-        largest = clients.largest.size
+        largest = int(clients.size.max())
         batch, whole = min(s.batch_size or largest, largest), s.batch_size is None
         partial_epochs = s.local_epochs is not None and not whole and bool((clients.size % batch).any())
         return cls(

@@ -165,7 +165,7 @@ def padded_width(job: Job, workload: Workload) -> tuple[int, bool]:
     if not workload.whole:
         return workload.batch, workload.ragged
     width = 1 << (job.batches.width - 1).bit_length()  # few different shapes, whatever the sizes are
-    return width, job.batches.width != width or not job.batches.even
+    return width, job.batches.width != width or job.batches.period > 1
 
 
 def block_batches(jobs: Sequence[Job], workload: Workload, samplewise: bool) -> Iterator[Batch]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fadamgc.algorithm import AnyAlgorithm
-from fadamgc.sim.executors.machine_code import Code, compiled
+from fadamgc.sim.executors.machine_code import NativeCode, compiled
 from fadamgc.sim.executors.trace import flat_function, liftable, lifted, pointwise, record
 from fadamgc.tree import leaves, rebuild, skeleton
 
@@ -35,7 +35,7 @@ class Rules:
         self.hyper = [torch.tensor(float(getattr(algorithm, n)), dtype=torch.float64) for n in self.names]
         self.failed = False  # whether the compilation of a step has failed
         self._step: Callable[..., Any] | None = None  # in place, on flat arguments
-        self._code: Code | None = None  # the same step, compiled
+        self._code: NativeCode | None = None  # the same step, compiled
         self._in_pieces: dict[Any, bool] = {}  # which of the rules are run piece by piece
         self._lock = threading.Lock()
 
@@ -59,7 +59,7 @@ class Rules:
         else:
             self._run_code(self._code, tensors, x, local)
 
-    def _run_code(self, code: Code, tensors: list[Tensor], x: Tensor, local: Any) -> None:
+    def _run_code(self, code: NativeCode, tensors: list[Tensor], x: Tensor, local: Any) -> None:
         """Run the compiled step over all whole pieces, then over the rest in a padded copy."""
         fixed = [t for t in tensors if t.shape != x.shape]
         vectors = [t for t in tensors if t.shape == x.shape]
@@ -162,8 +162,8 @@ class Rules:
             def in_order(*tensors: Tensor) -> list[Tensor]:
                 return in_place(*(tensors[order.index(i)] for i in range(len(tensors))))
 
-            code = compiled(record(in_order, tensors), tensors)
-            self._code, self.failed = (code, False) if code.machine else (None, True)
+            self._code = compiled(record(in_order, tensors), tensors)
+            self.failed = self._code is None
         self._step = in_place
 
 

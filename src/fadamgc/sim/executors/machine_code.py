@@ -57,55 +57,19 @@ OPTIONS = {
     "aot_inductor.precompile_headers": False,  # takes longer than it saves
     "aot_inductor.enable_line_tables": False,
 }
-DTYPES = {  # by their numbers in torch's C interface
-    torch.uint8: 0,
-    torch.int8: 1,
-    torch.int16: 2,
-    torch.int32: 3,
-    torch.int64: 4,
-    torch.float16: 5,
-    torch.float32: 6,
-    torch.float64: 7,
-    torch.bool: 11,
-    torch.bfloat16: 15,
-}
-
+# Types by their numbers in torch's C interface.
+INTEGERS = {torch.uint8: 0, torch.int8: 1, torch.int16: 2, torch.int32: 3, torch.int64: 4, torch.bool: 11}
+DTYPES = INTEGERS | {torch.float16: 5, torch.float32: 6, torch.float64: 7, torch.bfloat16: 15}
 
 Tensors: TypeAlias = Sequence[Tensor]
 
 
-class Code:
-    """A function of tensors that writes its results into some of them, run by Python."""
+class NativeCode:
+    """Machine code of a function that writes its results into some of its arguments, all of one layout.
 
-    machine = False  # whether it is machine code
+    The loop over steps is part of the library and runs without Python's lock.
+    """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = function
-
-    def __call__(self, *tensors: Tensor) -> None:
-        """Run one step."""
-        self.function(*tensors)
-
-    def repeat(
-        self, fixed: Tensors, state: Tensors, series: Tensors = (), parts: int = 1, threads: int = 1
-    ) -> None:
-        """Run one step for each entry of the series, (steps, lanes, ...); one step without series.
-
-        ``state`` has one row per lane. The lanes are cut into equal ``parts``, which ``threads`` share where
-        that is possible. ``fixed`` are the arguments that are the same in each part and step.
-        """
-        del threads  # Python runs one part after the other
-        lanes = len(state[0]) // parts
-        for first in range(0, lanes * parts, lanes):
-            rows = [t[first : first + lanes] for t in state]
-            for k in range(len(series[0]) if series else 1):
-                self(*fixed, *rows, *(t[k, first : first + lanes] for t in series))
-
-
-class NativeCode(Code):
-    """Machine code for arguments of one layout: a library whose loop runs without Python's lock."""
-
-    machine = True
     constants: Tensors = ()  # arguments before those of a call
 
     def __init__(self, library: bytes, arguments: Tensors) -> None:
@@ -124,29 +88,26 @@ class NativeCode(Code):
 
     def __call__(self, *tensors: Tensor) -> None:
         """Run one step."""
-        self._run(tensors, [0] * len(tensors), [0] * len(tensors), 1, 1, 1)
+        self.repeat(tensors, ())
 
     def repeat(
         self, fixed: Tensors, state: Tensors, series: Tensors = (), parts: int = 1, threads: int = 1
     ) -> None:
-        """Run one step for each entry of the series; one step without series."""
-        lanes, same = len(state[0]) // parts, [0] * len(fixed)
+        """Run one step for each entry of the series, (steps, lanes, ...); one step without series.
+
+        ``state`` has one row per lane. The lanes are cut into equal ``parts``, which ``threads`` share.
+        ``fixed`` are the arguments that are the same in each part and step.
+        """
+        lanes, fixed = len(state[0]) // parts if state else 0, [*self.constants, *fixed]
+        # The arguments of the first part and step, and the bytes from there to the next step and part.
+        first = [*fixed, *(t[:lanes] for t in state), *(t[0, :lanes] for t in series)]
+        same = [0] * len(fixed)
         step = [*same, *(0 for _ in state), *(t.stride(0) * t.element_size() for t in series)]
         part = [
             *same,
             *(lanes * t.stride(0) * t.element_size() for t in state),
             *(lanes * t.stride(1) * t.element_size() for t in series),
         ]
-        first = [*fixed, *(t[:lanes] for t in state), *(t[0, :lanes] for t in series)]
-        self._run(first, step, part, len(series[0]) if series else 1, parts, min(threads, parts))
-
-    def _run(self, first: Tensors, step: list[int], part: list[int], *counts: int) -> None:
-        """Run all steps of all parts, given the arguments of the first and the distances to the next.
-
-        ``counts`` are the numbers of steps, parts and threads.
-        """
-        same = [0] * len(self.constants)
-        first, step, part = [*self.constants, *first], [*same, *step], [*same, *part]
         layouts = [(t.dtype, t.shape, t.stride()) for t in first]
         if layouts != self._layouts:
             raise ValueError(f"code for tensors {self._layouts} cannot run on {layouts}")
@@ -160,7 +121,7 @@ class NativeCode(Code):
             self._dtypes,
             (ctypes.c_int64 * n)(*step),
             (ctypes.c_int64 * n)(*part),
-            *map(ctypes.c_int64, counts),
+            *map(ctypes.c_int64, (len(series[0]) if series else 1, parts, min(threads, parts))),
             message,
             ctypes.c_int64(len(message)),
         )
@@ -190,18 +151,18 @@ def compiler() -> str | None:
 _codes: dict[str, NativeCode | None] = {}  # None where a graph could not be compiled
 
 
-def compiled(graph: Callable[..., Any], arguments: Tensors) -> Code:
-    """Compile a graph for arguments like these; if that fails, Python runs the graph.
+def compiled(graph: Callable[..., Any], arguments: Tensors) -> NativeCode | None:
+    """Compile a graph for arguments like these; return None if that fails, which costs only speed.
 
     The code of a graph serves all runs of the process, and is kept on disk for later processes.
     """
     if not isinstance(graph, GraphModule) or compiler() is None:
-        return Code(graph)
+        return None
     names = list(dict.fromkeys(n.target for n in graph.graph.nodes if n.op == "get_attr"))
     constants = [operator.attrgetter(name)(graph) for name in names]
     if not all(isinstance(constant, Tensor) for constant in constants):
         log.info("a graph that contains another one is not compiled")
-        return Code(graph)
+        return None
     pure, arguments = _with_inputs(graph, names), [*constants, *arguments]
     key = _key(pure, arguments)
     if key not in _codes:
@@ -213,9 +174,7 @@ def compiled(graph: Callable[..., Any], arguments: Tensors) -> Code:
             log.warning("a graph is not compiled, which costs speed: %s", first_line(error))
             _codes[key] = None
     code = _codes[key]
-    if code is None:
-        return Code(graph)
-    return code.with_constants(constants) if constants else code
+    return code.with_constants(constants) if constants and code else code
 
 
 def _with_inputs(graph: GraphModule, names: Sequence[str]) -> GraphModule:
@@ -341,8 +300,7 @@ def _compile_in_private() -> None:
 def _keep(key: str, library: bytes) -> None:
     try:
         path = code_folder() / f"{key}.so"
-        write_atomic(path, library + _digest(key, library))
-        path.chmod(0o600)
+        write_atomic(path, library + _digest(key, library), private=True)
         for old in sorted(path.parent.glob("*.so"), key=os.path.getmtime)[:-FILES]:
             old.unlink(missing_ok=True)
         remove_old(path.parent.glob(".*"))  # of processes that were killed

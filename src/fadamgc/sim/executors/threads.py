@@ -22,7 +22,7 @@ from fadamgc.sim.executors.inplace import Rules
 from fadamgc.sim.executors.machine_code import compiler
 from fadamgc.sim.executors.trainer import Trainer
 
-LARGE_MODEL = 100_000  # parameters from which on compiled rules may pay,
+LARGE_MODEL = 100_000  # parameters from which compiled rules may pay,
 LONG_RUN = 200  # in runs of at least this many client-steps
 
 

@@ -27,7 +27,7 @@ from fadamgc.runtime import one_thread
 from fadamgc.sim.executors.base import Workload
 from fadamgc.sim.executors.block import Batch, BlockMath, End, Inputs, Progress, block_batches, padded_width
 from fadamgc.sim.executors.loop import run_job
-from fadamgc.sim.executors.machine_code import Code, compiled, compiler
+from fadamgc.sim.executors.machine_code import NativeCode, compiled, compiler
 from fadamgc.sim.executors.trace import flat_function, liftable, lifted, record
 from fadamgc.tree import leaves, map_leaves, rebuild, skeleton
 
@@ -167,27 +167,30 @@ class VectorizedExecutor:
         """Take a step for each batch. Compiled steps write into ``progress``; others return a new one."""
         series = leaves(batches)
         shapes = [None if t is None else t.shape[2:] for t in batches]
-        if not self._compile:
-            graph = self._cached(
-                ("step", kind.description, len(progress.x), *shapes),
-                lambda: _recorded(math.step, (inputs, progress, batches.at(0))),
+        if self.compiled:
+            rows = slice(0, part)
+            code = self._cached(
+                ("compiled", kind.description, part, *shapes),
+                lambda: self._compiled(
+                    math, (inputs.rows(rows), progress.rows(rows), batches.rows(rows).at(0))
+                ),
             )
-            front, tensors = leaves(inputs), leaves(progress)
-            for batch in zip(*(t.unbind() for t in series), strict=True):
-                tensors = graph(*front, *tensors, *batch)
-            return rebuild(progress, tensors)
-        rows = slice(0, part)
-        code: Code = self._cached(
-            ("step", kind.description, part, *shapes),
-            lambda: self._compiled(math, (inputs.rows(rows), progress.rows(rows), batches.rows(rows).at(0))),
+            if code is not None:
+                fixed, *others = inputs
+                parts = len(progress.x) // part
+                code.repeat(leaves(fixed), [*leaves(others), *leaves(progress)], series, parts, threads=parts)
+                return progress
+        graph = self._cached(
+            ("step", kind.description, len(progress.x), *shapes),
+            lambda: _recorded(math.step, (inputs, progress, batches.at(0))),
         )
-        fixed, *others = inputs
-        parts = len(progress.x) // part
-        code.repeat(leaves(fixed), [*leaves(others), *leaves(progress)], series, parts, threads=parts)
-        return progress
+        front, tensors = leaves(inputs), leaves(progress)
+        for batch in zip(*(t.unbind() for t in series), strict=True):
+            tensors = graph(*front, *tensors, *batch)
+        return rebuild(progress, tensors)
 
-    def _compiled(self, math: BlockMath, arguments: tuple[Inputs, Progress, Batch]) -> Code:
-        """Compile a step that writes its results into the tensors of its progress."""
+    def _compiled(self, math: BlockMath, arguments: tuple[Inputs, Progress, Batch]) -> NativeCode | None:
+        """Compile a step that writes its results into the tensors of its progress; None if that fails."""
         step, like = flat_function(math.step, arguments), skeleton(arguments)
 
         def in_place(*tensors: Tensor) -> list[Tensor]:
@@ -198,7 +201,7 @@ class VectorizedExecutor:
 
         tensors = leaves(arguments)
         code = compiled(record(in_place, tensors), tensors)
-        self._failed |= not code.machine
+        self._failed |= code is None
         return code
 
     def _once(self, stage: Callable[..., Any], kind: _Kind, *arguments: Any) -> Any:
