@@ -29,7 +29,7 @@ PerClient = float | tuple[float, ...]
 
 
 class Work(NamedTuple):
-    """What clients did at the same time: one entry per client in each field."""
+    """The work of clients at the same time: one entry per client in each field."""
 
     clients: tuple[int, ...]
     steps: tuple[int, ...]  # gradient evaluations
@@ -76,7 +76,7 @@ def state_bytes(state: Any) -> int:
 
 @dataclass(frozen=True)
 class CostModel:
-    """Computes the seconds of a round from what its clients did.
+    """Computes the seconds of a round from the work of its clients.
 
     Each client takes ``latency + bits down / down_mbps + bits up / up_mbps + steps * seconds_per_step``;
     the round takes the mean of that over its clients (the paper's reading) or the slowest client's.

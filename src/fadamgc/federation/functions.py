@@ -44,9 +44,7 @@ class TaskFunctions:
         self.dtype = dtype or first.dtype
         self.device = first.device
         self.flat = Flat.of(task.model)
-        module = self.flat.copy(task.model)
-        if dtype is not None:
-            module = module.to(dtype=dtype)
+        module = self.flat.copy(task.model).to(dtype=dtype)
         if device is not None:
             try:
                 self.device = torch.device(device)

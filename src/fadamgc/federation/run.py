@@ -43,7 +43,7 @@ class Record:
     train_loss: float | None  # mean over clients of the mean over local steps
     test_loss: float | None
     test_accuracy: float | None  # None unless it is the task's metric
-    test_metric: float | None  # the task's metric, whatever it is
+    test_metric: float | None  # the task's metric
     bytes_down: int  # all clients together
     bytes_up: int
     simulated_seconds: float  # of this round, by the run's cost model

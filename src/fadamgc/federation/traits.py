@@ -73,7 +73,7 @@ def check_batchable(functions: TaskFunctions) -> None:
 
 
 def is_samplewise(functions: TaskFunctions, clients: ClientTable) -> bool:
-    """Whether the loss of a batch is the mean of the losses of its samples, whatever the parameters.
+    """Whether the loss of a batch is the mean of the losses of its samples, for any parameters.
 
     Tried in float64 away from the initial model (where many losses agree by accident), by gradients, on
     samples that have all labels. In doubt the answer is no, which costs speed only.

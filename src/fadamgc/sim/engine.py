@@ -18,7 +18,7 @@ import torch
 from fadamgc.algorithm import AnyAlgorithm, stand_in
 from fadamgc.errors import CheckpointError, InputError, NonFiniteError, listed, not_accepted, shown
 from fadamgc.federation.client_states import ClientStates
-from fadamgc.federation.cost import CostModel
+from fadamgc.federation.cost import CostModel, state_bytes
 from fadamgc.federation.functions import Buffers
 from fadamgc.federation.jobs import Job, Result
 from fadamgc.federation.run import Record, Run, other_types
@@ -26,10 +26,12 @@ from fadamgc.federation.sampling import Draw
 from fadamgc.federation.server import Federation, ServerState
 from fadamgc.federation.settings import Settings
 from fadamgc.federation.sums import all_finite
+from fadamgc.runtime import memory
 from fadamgc.sim.checkpoint import Checkpoint
-from fadamgc.sim.executors import EXECUTORS, ExecutorChoice, Workload
+from fadamgc.sim.executors.auto import EXECUTORS, ExecutorChoice
+from fadamgc.sim.executors.base import Workload
 from fadamgc.sim.executors.loop import first_nonfinite_step
-from fadamgc.sim.file_states import FileStates, Slots, too_large
+from fadamgc.sim.file_states import FileStates, Slots
 from fadamgc.sim.resources import Resources
 from fadamgc.task import Task
 from fadamgc.tree import leaves, map_leaves
@@ -181,7 +183,8 @@ class Engine:
         load, algo, n = self.workload, self.algorithm, len(self.data)
         x = stand_in(self.functions.flat.d, self.functions.x0.dtype)
         participants = n if algo.init_gradient else min(n, load.rounds * load.sampled)
-        if not too_large(algo.init_client(x), participants):
+        needed, available = participants * state_bytes(algo.init_client(x)), memory()
+        if available is None or needed <= available / 2:
             return True
         log.info("states auto: files, because the states of %d clients would not fit in memory", participants)
         return False

@@ -18,7 +18,6 @@ from fadamgc.errors import CheckpointError, UnwritableError
 from fadamgc.federation.client_states import ClientStates
 from fadamgc.federation.cost import state_bytes
 from fadamgc.files import private_folder, sync_folder
-from fadamgc.runtime import memory
 from fadamgc.tree import leaves, map_leaves, rebuild
 
 FILE = "states.bin"
@@ -213,9 +212,3 @@ def _checksum(state: Any) -> int:
     for tensor in leaves(state):
         crc = zlib.crc32(tensor_bytes(tensor), crc)
     return crc
-
-
-def too_large(initial: Any, clients: int) -> bool:
-    """Whether the states of that many clients would take more than half of the memory."""
-    available = memory()
-    return available is not None and clients * state_bytes(initial) > available / 2

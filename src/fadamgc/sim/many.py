@@ -7,7 +7,7 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
-from itertools import pairwise
+from itertools import pairwise, repeat
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal
@@ -115,8 +115,7 @@ def _in_processes(runs: list[dict[str, Any]], errors: str, count: int) -> list[A
             f"workers={count} needs runs that can be pickled; use workers=1: {reason(error)}"
         ) from error
     with ProcessPoolExecutor(count, get_context("spawn")) as pool:
-        futures = [pool.submit(_run_part, part, errors) for part in parts]
-        return [run for future in futures for run in pickle.loads(future.result())]
+        return [run for done in pool.map(_run_part, parts, repeat(errors)) for run in pickle.loads(done)]
 
 
 def _run_part(part: bytes, errors: str) -> bytes:
@@ -146,7 +145,7 @@ def run_together(
     progress: bool = False,
     finished: Callable[[int, Ending], None] | None = None,
 ) -> list[Ending]:
-    """Run several runs to their ends, round by round together where they share a vectorized executor.
+    """Run several runs to their ends, round by round together if they share a vectorized executor.
 
     ``finished`` is called with the number of a run and its ending as soon as it has ended.
     """
@@ -185,7 +184,7 @@ def run_together(
 
 
 def _round(started: Sequence[StartedRun], active: list[int]) -> Iterator[tuple[int, Any]]:
-    """Run one round of each active run; yield a record, an error, or None where a callback ended the run."""
+    """Run one round of each active run; yield a record, an error, or None if a callback ended the run."""
     jobs = {i: started[i].engine.begin() for i in active}
     results: dict[int, Any] = {i: [] for i in active}
     if len(active) == 1:

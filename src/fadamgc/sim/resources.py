@@ -1,4 +1,4 @@
-"""What several runs in one process can share: a task's functions and data, and executors."""
+"""Resources that several runs in one process share: a task's functions and data, and executors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from fadamgc.federation.client_data import ClientTable
 from fadamgc.federation.functions import TaskFunctions
 from fadamgc.federation.traits import same_model
 from fadamgc.runtime import seeded
-from fadamgc.sim.executors import Executor, ExecutorChoice, Workload, make_executor
+from fadamgc.sim.executors.auto import ExecutorChoice, make_executor
+from fadamgc.sim.executors.base import Executor, Workload
 from fadamgc.task import Task
 
 

@@ -17,7 +17,7 @@ from fadamgc.federation.cost import CostModel
 from fadamgc.federation.run import Run
 from fadamgc.federation.settings import Settings
 from fadamgc.sim.engine import Callback, Engine, Options, RoundEnd, check_flag
-from fadamgc.sim.executors import ExecutorChoice
+from fadamgc.sim.executors.auto import ExecutorChoice
 from fadamgc.sim.progress import progress_bar
 from fadamgc.sim.resources import Resources
 from fadamgc.task import Task

@@ -1,14 +1,16 @@
-"""The choice of an executor: by traits of the model, and by timing where the run is long enough."""
+"""The choice of an executor: by traits of the model, and by timing if the run is long enough."""
 
 from __future__ import annotations
 
 import logging
 import time
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 
-from fadamgc.errors import FadamgcError, InputError
+from fadamgc.errors import FadamgcError, InputError, nearest, shown
 from fadamgc.federation.jobs import Job, Round
 from fadamgc.federation.sampling import Batches
 from fadamgc.federation.traits import has_slow_blocks
@@ -17,12 +19,34 @@ from fadamgc.sim.executors.loop import LoopExecutor
 from fadamgc.sim.executors.threads import ThreadsExecutor
 from fadamgc.sim.executors.vectorized import VectorizedExecutor
 
+EXECUTORS = ("loop", "threads", "vectorized")
 SMALL_MODEL = 1_000_000  # parameters up to which a block of clients may pay on a CPU
 LONG_RUN = 500  # client-steps of a run from which a few of them are spent on timing
 CLEARLY_FASTER = 1.2  # ratio from which another executor replaces the expected one
 SHORT_STEP = 0.02  # seconds of a step up to which several steps are timed
 
+ExecutorChoice: TypeAlias = str | Callable[[Workload], Executor]
+
 log = logging.getLogger("fadamgc")
+
+
+def make_executor(choice: ExecutorChoice, workload: Workload, compiled: bool | None = None) -> Executor:
+    """Make an executor by name ("auto", "loop", "threads", "vectorized"), or by a custom factory.
+
+    ``compiled`` is whether an interrupted run had compiled code, because the last bits depend on it.
+    """
+    if callable(choice):
+        return choice(workload)
+    makers: dict[str, Callable[[Workload], Executor]] = {
+        "auto": choose_executor,
+        "loop": LoopExecutor,
+        "threads": partial(ThreadsExecutor, compile=compiled),
+        "vectorized": partial(VectorizedExecutor, compile=compiled),
+    }
+    if not isinstance(choice, str) or choice not in makers:
+        hint = nearest(choice, makers) if isinstance(choice, str) else ""
+        raise InputError(f"executor={shown(choice)} is not known{hint}; known are {', '.join(makers)}")
+    return makers[choice](workload)
 
 
 def choose_executor(workload: Workload) -> Executor:
@@ -55,8 +79,8 @@ def choose_executor(workload: Workload) -> Executor:
     expected = next(iter(seconds))
     fastest = min(seconds, key=seconds.__getitem__)
     choice = fastest if seconds[expected] > CLEARLY_FASTER * seconds[fastest] else expected
-    shown = ", ".join(f"{name} {1e3 * s:.3g} ms" for name, s in seconds.items())
-    log.info("executor auto: %s (a step of one client: %s)", choice, shown)
+    times = ", ".join(f"{name} {1e3 * s:.3g} ms" for name, s in seconds.items())
+    log.info("executor auto: %s (a step of one client: %s)", choice, times)
     return candidates[choice]
 
 

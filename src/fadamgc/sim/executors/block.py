@@ -71,8 +71,8 @@ class Batch(NamedTuple):
 
     inputs: Tensor
     targets: Tensor
-    weight: Tensor | None = None  # of each sample, where batches are padded
-    active: Tensor | None = None  # which clients have a step to do, where not all have
+    weight: Tensor | None = None  # of each sample, if batches are padded
+    active: Tensor | None = None  # which clients have a step to do; None: all
 
     def at(self, k: int) -> Batch:
         """Return the batches of step k of a series."""
@@ -164,7 +164,7 @@ def padded_width(job: Job, workload: Workload) -> tuple[int, bool]:
     """
     if not workload.whole:
         return workload.batch, workload.ragged
-    width = 1 << (job.batches.width - 1).bit_length()  # few different shapes, whatever the sizes are
+    width = 1 << (job.batches.width - 1).bit_length()  # few different shapes for any sizes
     return width, job.batches.width != width or job.batches.period > 1
 
 

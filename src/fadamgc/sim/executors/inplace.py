@@ -97,7 +97,7 @@ class Rules:
         shared: list[Tensor],
         new_vector: Callable[..., Tensor],
     ) -> Any:
-        """Return the result of a rule: ``shared`` tensors where a result is one of them, else new memory.
+        """Return the result of a rule, in new memory except for results that are ``shared`` tensors.
 
         ``new_vector(x, dtype=...)`` provides the memory of a long vector.
         """

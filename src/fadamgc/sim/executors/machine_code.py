@@ -65,7 +65,7 @@ Tensors: TypeAlias = Sequence[Tensor]
 
 
 class NativeCode:
-    """Machine code of a function that writes its results into some of its arguments, all of one layout.
+    """Machine code of a step that writes its results into some of its arguments, for arguments of one layout.
 
     The loop over steps is part of the library and runs without Python's lock.
     """
@@ -148,7 +148,7 @@ def compiler() -> str | None:
     return next((c for c in (named, "g++", "clang++") if c and shutil.which(c)), None)
 
 
-_codes: dict[str, NativeCode | None] = {}  # None where a graph could not be compiled
+_codes: dict[str, NativeCode | None] = {}  # None if a graph could not be compiled
 
 
 def compiled(graph: Callable[..., Any], arguments: Tensors) -> NativeCode | None:
@@ -201,7 +201,7 @@ def _key(graph: GraphModule, arguments: Tensors) -> str:
 
 @cache
 def _cpu() -> str:
-    """Return what the machine's processor can do."""
+    """Return the features of the machine's processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line for line in lines if line.startswith(("flags", "Features")))

@@ -98,12 +98,9 @@ class Trainer:
             parameter.copy_(view)
         with torch.enable_grad():
             loss = self.functions.task.loss(self.module(inputs), targets)
-            gradients: Any = torch.autograd.grad(loss, self.parameters, allow_unused=True)
+            gradients = torch.autograd.grad(loss, self.parameters, materialize_grads=True)
         for view, g in zip(self.g_views, gradients, strict=True):
-            if g is None:
-                view.zero_()
-            else:
-                view.copy_(g)
+            view.copy_(g)
         return loss.detach()
 
     def _switch_to(self, functions: TaskFunctions) -> None:
@@ -131,7 +128,7 @@ class Trainer:
 
 
 class DrawFrom(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lets operations of this thread draw from a generator of its own instead of torch's global one."""
+    """Lets operations of this thread draw from another generator than torch's global one."""
 
     def __init__(self, generator: torch.Generator) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

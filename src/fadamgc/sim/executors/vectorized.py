@@ -154,7 +154,7 @@ class VectorizedExecutor:
         )
         state, up = self._once(math.finish, kind, inputs, progress, end)
         loss = progress.loss / end.K.to(functions.x0.dtype)
-        # A sum is finite only if all its numbers are; the engine checks again where a sum has overflowed.
+        # A sum is finite only if all its numbers are; the engine checks again, since a sum may overflow.
         sums = [t.reshape(C, -1).sum(dim=1) for t in (*leaves(state), *leaves(up))]
         finite = torch.stack(sums).isfinite().all(dim=0).tolist()
         states = _unstack(state, C, torch.clone)  # a row itself would keep the whole block in memory
