@@ -20,13 +20,8 @@ def progress_bar(show: bool, label: str, rounds: int, done: int) -> Iterator[Adv
     if not show or not (console.is_terminal or console.is_jupyter):
         yield lambda *_: None
         return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[metric]}"),
-        TimeRemainingColumn(),
-    )
+    label_column, metric_column = TextColumn("{task.description}"), TextColumn("{task.fields[metric]}")
+    columns = label_column, BarColumn(), MofNCompleteColumn(), metric_column, TimeRemainingColumn()
     with Progress(*columns, console=console, transient=True) as bar:
         item = bar.add_task(label, total=rounds, completed=done, metric="")
 

@@ -33,15 +33,9 @@ class Workload(NamedTuple):
         largest = int(clients.size.max())
         batch, whole = min(s.batch_size or largest, largest), s.batch_size is None
         partial_epochs = s.local_epochs is not None and not whole and bool((clients.size % batch).any())
-        return cls(
-            *(functions, clients, algorithm),
-            rounds=s.rounds,
-            sampled=len(s.who(1, len(clients)).sampled) if s.rounds else 1,
-            steps=s.steps(largest),
-            batch=batch,
-            ragged=partial_epochs or bool((clients.size < batch).any()),
-            whole=whole,
-        )
+        ragged = partial_epochs or bool((clients.size < batch).any())
+        sampled = len(s.who(1, len(clients)).sampled) if s.rounds else 1
+        return cls(functions, clients, algorithm, s.rounds, sampled, s.steps(largest), batch, ragged, whole)
 
 
 class Executor(Protocol):

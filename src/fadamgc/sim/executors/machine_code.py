@@ -80,12 +80,6 @@ class NativeCode:
         self._dims = (ctypes.c_int64 * len(dims))(*dims)
         self._dtypes = (ctypes.c_int32 * n)(*(DTYPES[a.dtype] for a in arguments))
 
-    def with_constants(self, constants: Tensors) -> NativeCode:
-        """Return the same code with tensors for its first arguments."""
-        code = copy.copy(self)
-        code.constants = constants
-        return code
-
     def __call__(self, *tensors: Tensor) -> None:
         """Run one step."""
         self.repeat(tensors, ())
@@ -173,8 +167,10 @@ def compiled(graph: Callable[..., Any], arguments: Tensors) -> NativeCode | None
         except Exception as error:  # another version of torch may do it differently
             log.warning("a graph is not compiled, which costs speed: %s", first_line(error))
             _codes[key] = None
-    code = _codes[key]
-    return code.with_constants(constants) if constants and code else code
+    code = copy.copy(_codes[key])
+    if code is not None:
+        code.constants = constants
+    return code
 
 
 def _with_inputs(graph: GraphModule, names: Sequence[str]) -> GraphModule:

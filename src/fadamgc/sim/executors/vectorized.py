@@ -71,17 +71,11 @@ class VectorizedExecutor:
             many_shapes = not self.samplewise or (workload.whole and workload.ragged)
             long = workload.rounds * workload.steps >= LONG_RUN
             compile = long and not many_shapes and functions.device.type == "cpu"
-        self._compile = compile and compiler() is not None
-        self._failed = False
-        self.threads = torch.get_num_threads() if self._compile else 1
+        self.compiled = compile and compiler() is not None  # whether steps are machine code
+        self.threads = torch.get_num_threads() if self.compiled else 1
         self._kinds: dict[AnyAlgorithm, _Kind] = {}
         self._graphs: dict[Any, Any] = {}
         self._part_sizes: set[int] = set()  # for which there is compiled code
-
-    @property
-    def compiled(self) -> bool:
-        """Whether steps are machine code."""
-        return self._compile and not self._failed
 
     def run(self, jobs: Sequence[Job]) -> Iterator[Result]:
         """Run the jobs, block by block."""
@@ -126,7 +120,7 @@ class VectorizedExecutor:
         """
         blocks = -(-clients // (self.block * self.threads))
         size = max(2, -(-clients // (blocks * self.threads)))
-        if self._compile:
+        if self.compiled:
             most = 1.25 * max(clients, 2)
             near = [s for s in self._part_sizes if s >= 0.7 * size and -(-clients // s) * s <= most]
             size = max(near, default=size)
@@ -201,12 +195,12 @@ class VectorizedExecutor:
 
         tensors = leaves(arguments)
         code = compiled(record(in_place, tensors), tensors)
-        self._failed |= code is None
+        self.compiled = code is not None
         return code
 
     def _once(self, stage: Callable[..., Any], kind: _Kind, *arguments: Any) -> Any:
         """Run a stage that happens once per round; it becomes a graph in long runs only."""
-        if not self._compile:
+        if not self.compiled:
             return stage(*arguments)
         key = (stage.__name__, kind.description, len(arguments[0].down.x))
         graph, like = self._cached(key, lambda: (_recorded(stage, arguments), skeleton(stage(*arguments))))
