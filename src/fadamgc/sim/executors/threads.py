@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import wait
 from queue import SimpleQueue
+from typing import Any
 
 import torch
 
@@ -33,7 +34,7 @@ class ThreadsExecutor:
         workload: the work of a run. Jobs may belong to other tasks with the same model and loss.
         workers: threads; None is torch's number of threads, by default one per core.
         compile: whether the rules become machine code, which may change the last bits (its square roots
-            are exact, torch's are not); None is if that pays.
+            are exact, torch's are not); None compiles if that pays.
     """
 
     name = "threads"
@@ -68,7 +69,7 @@ class ThreadsExecutor:
             if algorithm not in self._rules:
                 self._rules[algorithm] = Rules(algorithm, self._compile)
             _ = job.round.functions.random  # computed with the shared module, so not in a thread
-        done: SimpleQueue[Result | BaseException | None] = SimpleQueue()
+        done: SimpleQueue[Any] = SimpleQueue()
         stop = threading.Event()
         futures = [self._pool.submit(self._train, job, done, stop) for job in largest_first(jobs)]
         try:
@@ -76,7 +77,6 @@ class ThreadsExecutor:
                 result = done.get()
                 if isinstance(result, BaseException):
                     raise result
-                assert result is not None
                 yield result
         finally:
             stop.set()
@@ -84,9 +84,8 @@ class ThreadsExecutor:
                 future.cancel()
             wait(futures)
 
-    def _train(
-        self, job: Job, done: SimpleQueue[Result | BaseException | None], stop: threading.Event
-    ) -> None:
+    def _train(self, job: Job, done: SimpleQueue[Any], stop: threading.Event) -> None:
+        """Train one client; put the result or the error into ``done``."""
         trainer = self._trainers.get()
         try:
             done.put(trainer.train(job, self._rules[job.round.algorithm], self._lock, stop))

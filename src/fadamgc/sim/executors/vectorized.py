@@ -52,7 +52,7 @@ class VectorizedExecutor:
     Args:
         workload: the work of a run. Jobs may belong to other tasks with the same model and loss.
         block: clients at once; None is as many as are fast.
-        compile: whether steps become machine code; None is if the run is long enough for that to pay.
+        compile: whether steps become machine code; None compiles if the run is long enough.
     """
 
     name = "vectorized"
