@@ -48,11 +48,11 @@ class TaskFunctions:
         if device is not None:
             try:
                 self.device = torch.device(device)
+                if self.device.type == "meta":
+                    raise ValueError("tensors have no values on this device")
                 module = module.to(device=self.device)
             except (RuntimeError, AssertionError, TypeError, ValueError, OverflowError) as error:
                 raise InputError(f"device={shown(device)} cannot be used here: {reason(error)}") from error
-            if self.device.type == "meta":
-                raise InputError("device='meta' cannot be used here: tensors have no values there")
         self.module = module.requires_grad_(False)
         self.x0 = self.flat.flatten(self.module)
         if self.mixed:

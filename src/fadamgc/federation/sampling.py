@@ -50,10 +50,8 @@ def draw(seed: int, t: int, n: int, S: int, tracked: int) -> Draw:
     """
     random = generator(seed, COHORT, t)
     sampled = random.choice(n, size=S, replace=False)
-    return Draw(
-        sampled=tuple(sorted(int(i) for i in sampled)),
-        tracked=tuple(sorted(int(i) for i in random.choice(sampled, size=tracked, replace=False))),
-    )
+    both = sampled, random.choice(sampled, size=tracked, replace=False)
+    return Draw(*(tuple(sorted(ids.tolist())) for ids in both))
 
 
 POSITIONS, SMALL = 1 << 20, 1 << 12  # samples whose positions are made at once: at most, and at least

@@ -127,18 +127,14 @@ class Engine:
                 executor = saved.settings["executor"]  # another executor might differ in the last bit
             compiled = saved.settings.get("compiled")  # and so might other code
         else:
-            self._start()
+            self.clients = self._client_states(self.algorithm.init_client(self.functions.x0))
+            if self.algorithm.init_gradient:
+                passes = [self.settings.passes(int(size)) for size in self.data.size]
+                self.federation.begin_with(self._first_gradients(), passes)
         self.executor = resources.executor(executor, self.workload, compiled)
         if callable(self.federation.task.metric):  # a metric that fails should fail now
             server, buffers = self.federation.state
             self.functions.evaluate(server.x, buffers, self.settings.seed, 0)
-
-    def _start(self) -> None:
-        """Set up server and clients before round 1."""
-        self.clients = self._client_states(self.algorithm.init_client(self.functions.x0))
-        if self.algorithm.init_gradient:
-            passes = [self.settings.passes(int(size)) for size in self.data.size]
-            self.federation.begin_with(self._first_gradients(), passes)
 
     def _first_gradients(self) -> Iterator[torch.Tensor]:
         """Yield every client's gradient at the initial model, and set the client's state from it."""

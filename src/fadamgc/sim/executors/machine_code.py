@@ -272,22 +272,17 @@ def _check(code: NativeCode, graph: GraphModule, arguments: Tensors) -> None:
             raise ValueError("the compiled step does something else than the recorded one")
 
 
-_torch_folder: str | None = None  # the folder that this process has chosen
-
-
 def _compile_in_private() -> None:
     """Let torch compile in the code folder, unless the user has named another one.
 
     torch compiles small programs to learn what the processor can do, and loads them. Its default folder is
     ``torchinductor_USER`` in the shared temporary folder, even if another user made it.
     """
-    global _torch_folder
-    named = os.environ.get(TORCH_FOLDER)
     default = os.path.join(tempfile.gettempdir(), "torchinductor_")  # torch sets the variable to this itself
-    if named is None or named == _torch_folder or named.startswith(default):
+    if os.environ.get(TORCH_FOLDER, default).startswith(default):
         folder = code_folder() / "torch"
         folder.mkdir(mode=0o700, exist_ok=True)
-        os.environ[TORCH_FOLDER] = _torch_folder = str(folder)
+        os.environ[TORCH_FOLDER] = str(folder)
 
 
 # Code on disk: a library, followed by a digest of its key and content.

@@ -162,12 +162,9 @@ class VectorizedExecutor:
         series = leaves(batches)
         shapes = [None if t is None else t.shape[2:] for t in batches]
         if self.compiled:
-            rows = slice(0, part)
             code = self._cached(
                 ("compiled", kind.description, part, *shapes),
-                lambda: self._compiled(
-                    math, (inputs.rows(rows), progress.rows(rows), batches.rows(rows).at(0))
-                ),
+                lambda: self._compiled(math, inputs, progress, batches, slice(0, part)),
             )
             if code is not None:
                 fixed, *others = inputs
@@ -183,8 +180,11 @@ class VectorizedExecutor:
             tensors = graph(*front, *tensors, *batch)
         return rebuild(progress, tensors)
 
-    def _compiled(self, math: BlockMath, arguments: tuple[Inputs, Progress, Batch]) -> NativeCode | None:
+    def _compiled(
+        self, math: BlockMath, inputs: Inputs, progress: Progress, batches: Batch, rows: slice
+    ) -> NativeCode | None:
         """Compile a step that writes its results into the tensors of its progress; None if that fails."""
+        arguments = inputs.rows(rows), progress.rows(rows), batches.rows(rows).at(0)
         step, like = flat_function(math.step, arguments), skeleton(arguments)
 
         def in_place(*tensors: Tensor) -> list[Tensor]:
