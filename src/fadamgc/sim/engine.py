@@ -68,10 +68,11 @@ class Options:
             raise InputError(f"cost={shown(self.cost)} is not a cost model; give a fadamgc.CostModel")
         if not isinstance(self.states, str) or self.states not in ("auto", "memory", "files"):
             raise not_accepted("states", self.states, "'auto', 'memory' or 'files'")
-        callbacks = listed(self.callbacks)  # None: a single function
-        object.__setattr__(self, "callbacks", (self.callbacks,) if callbacks is None else tuple(callbacks))
-        if not all(map(callable, self.callbacks)):
+        listed_callbacks = listed(self.callbacks)
+        callbacks = [self.callbacks] if listed_callbacks is None else listed_callbacks  # or a single function
+        if not all(map(callable, callbacks)):
             raise InputError(f"callbacks={shown(self.callbacks)} are not functions of a RoundEnd")
+        object.__setattr__(self, "callbacks", tuple(callbacks))
         check_flag("resume", self.resume)
         if self.resume and self.checkpoint is None:
             raise InputError("resume=True without checkpoint; name the folder to resume from")

@@ -654,8 +654,8 @@ def test_rules_that_look_at_whole_vectors_are_not_cut(monkeypatch):
 
 def test_jobs_with_most_work_come_first():
     arguments = {"algorithm": fadamgc.FedAvg(), "task": class_task(sizes=(2, 3, 40, 4, 5))}
-    run = start_from(arguments | {"rounds": 1, "local_epochs": 1, "batch_size": 1}, Resources())
-    assert [job.client for job in threads.largest_first(run.engine.begin())] == [2, 4, 3, 1, 0]
+    engine = start_from(arguments | {"rounds": 1, "local_epochs": 1, "batch_size": 1}, Resources())
+    assert [job.client for job in threads.largest_first(engine.begin())] == [2, 4, 3, 1, 0]
 
 
 def test_threads_share_one_queue(monkeypatch):
