@@ -53,9 +53,7 @@ def traffic() -> str:
     rows: dict[tuple[int, int, int], list[str]] = {}
     for name in fadamgc.algorithms():
         algorithm = fadamgc.make_algorithm(name)
-        down, up, tracked = (
-            sum(not name.endswith(")") for name in names) for names in sent(algorithm)
-        )
+        down, up, tracked = (sum(not name.endswith(")") for name in names) for names in sent(algorithm))
         rows.setdefault((down, up, up + tracked), []).append(algorithm.title)
     lines = ["| Method | down | up | up, if tracked |", "|---|--:|--:|--:|"]
     lines += [f"| {', '.join(rows[key])} | {' | '.join(map(str, key))} |" for key in sorted(rows)]

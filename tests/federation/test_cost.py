@@ -10,6 +10,7 @@ import torch
 import fadamgc
 from fadamgc import CostModel
 from fadamgc.federation.cost import Traffic, Work, traffic
+from fadamgc.federation.sampling import Draw
 from fadamgc.paper.published import MAIN, METHODS
 from problems import class_task
 
@@ -31,7 +32,7 @@ def round_seconds(name: str, dataset: str) -> float:
     d, compute = SETTINGS[dataset]
     tracked = range(S // 2) if name in ("fa_nt", "fadamgc") else range(S)
     sent = traffic(fadamgc.make_algorithm(name), d)
-    work = sent.work(clients=range(S), tracked=tracked, steps=[K] * S)
+    work = sent.work(Draw(tuple(range(S)), tuple(tracked)), steps=[K] * S)
     return CostModel(down_mbps=100, up_mbps=100, seconds_per_step=compute / K).seconds(work)
 
 

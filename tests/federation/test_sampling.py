@@ -6,13 +6,27 @@ import numpy as np
 import pytest
 
 from fadamgc.federation import sampling
-from fadamgc.federation.sampling import batches, draw, generator
+from fadamgc.federation.sampling import draw, generator
+from fadamgc.federation.settings import Settings
+
+
+def batches(seed, t, client, samples, **settings):
+    return Settings(rounds=1, seed=seed, **settings).batches(t, client, samples)
+
+
+def rows_of(plan):
+    """All batches at once, (K, B): step k uses the first ``sizes_of(plan)[k]`` of row k."""
+    return plan.reader()(plan.steps)
+
+
+def sizes_of(plan):
+    return plan.size_of(0, plan.steps).tolist()
 
 
 def test_batches_walk_through_the_data():
     plan = batches(seed=0, t=1, client=0, samples=10, batch_size=4, local_steps=5)
-    assert plan.rows.shape == (5, 4)
-    walk = plan.rows.reshape(-1)
+    assert rows_of(plan).shape == (5, 4)
+    walk = rows_of(plan).reshape(-1)
     assert sorted(walk[:10]) == list(range(10))
     assert sorted(walk[10:]) == list(range(10))
     assert list(walk[:10]) != list(walk[10:])
@@ -20,19 +34,19 @@ def test_batches_walk_through_the_data():
 
 def test_a_client_with_less_than_a_batch_uses_all_of_it():
     plan = batches(seed=0, t=1, client=0, samples=3, batch_size=4, local_steps=2)
-    assert plan.rows.tolist() == [[0, 1, 2], [0, 1, 2]]
+    assert rows_of(plan).tolist() == [[0, 1, 2], [0, 1, 2]]
     plan = batches(seed=0, t=1, client=0, samples=3, batch_size=None, local_steps=1)
-    assert plan.rows.tolist() == [[0, 1, 2]]
+    assert rows_of(plan).tolist() == [[0, 1, 2]]
 
 
 def test_epochs_end_with_a_smaller_batch():
     plan = batches(seed=0, t=1, client=0, samples=10, batch_size=4, local_steps=None, local_epochs=2)
-    assert plan.size.tolist() == [4, 4, 2, 4, 4, 2]
+    assert sizes_of(plan) == [4, 4, 2, 4, 4, 2]
     for epoch in (0, 3):
-        rows = [row for k in range(epoch, epoch + 3) for row in plan.rows[k, : plan.size[k]]]
+        rows = [row for k in range(epoch, epoch + 3) for row in rows_of(plan)[k, : sizes_of(plan)[k]]]
         assert sorted(rows) == list(range(10))
     exact = batches(seed=0, t=1, client=0, samples=8, batch_size=4, local_steps=None, local_epochs=1)
-    assert exact.size.tolist() == [4, 4]
+    assert sizes_of(exact) == [4, 4]
 
 
 def eager(seed, t, client, samples, batch_size, local_steps, local_epochs=None):
@@ -63,9 +77,9 @@ def test_batches_are_the_same_however_many_are_drawn_at_once(positions, monkeypa
         wanted = eager(**address, batch_size=None if size > 28 else size, **work)
         found = list(plan)
         assert [rows.tolist() for rows in found] == [rows.tolist() for rows in wanted]
-        assert plan.size.tolist() == [len(rows) for rows in wanted]
+        assert sizes_of(plan) == [len(rows) for rows in wanted]
         assert plan.total == sum(map(len, wanted))
-        assert plan.even == (len(set(map(len, wanted))) == 1)
+        assert (plan.period == 1) == (len(set(map(len, wanted))) == 1)
 
 
 def test_draws_are_addressed():
@@ -73,10 +87,10 @@ def test_draws_are_addressed():
     assert draw(seed=3, t=7, n=30, S=10, tracked=4) == first
     assert len({draw(seed=3, t=t, n=30, S=10, tracked=4) for t in range(1, 20)}) == 19
     assert draw(seed=4, t=7, n=30, S=10, tracked=4) != first
-    one = batches(seed=3, t=7, client=2, samples=50, batch_size=5, local_steps=4).rows
+    one = rows_of(batches(seed=3, t=7, client=2, samples=50, batch_size=5, local_steps=4))
     for other in ({"seed": 4}, {"t": 8}, {"client": 3}):
         address = {"seed": 3, "t": 7, "client": 2} | other
-        assert not np.array_equal(batches(**address, samples=50, batch_size=5, local_steps=4).rows, one)
+        assert not np.array_equal(rows_of(batches(**address, samples=50, batch_size=5, local_steps=4)), one)
 
 
 def test_sampling_is_uniform():

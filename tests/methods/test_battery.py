@@ -18,7 +18,7 @@ from fadamgc.algorithm import Cohort, add, example
 from fadamgc.federation.client_data import ClientTable
 from fadamgc.federation.cost import traffic
 from fadamgc.federation.functions import TaskFunctions
-from fadamgc.federation.sampling import batches, draw
+from fadamgc.federation.sampling import draw
 from fadamgc.fields import options
 from fadamgc.methods import _REGISTRY, algorithm_class
 from fadamgc.sim.executors import VectorizedExecutor
@@ -151,9 +151,9 @@ def with_client_optimizer(algo, task, rounds, who, K, B, seed):
             optimizer = optimizers[i]
             optimizer.start_round(down, whole_gradient(down.x, i) if algo.round_gradient else None)
             inputs, targets = task.pairs[i]
-            plan = batches(seed, t, i, len(inputs), B, K)
-            for k in range(K):
-                rows = torch.from_numpy(plan.rows[k, : plan.size[k]].copy())
+            plan = fadamgc.Settings(rounds, seed=seed, batch_size=B, local_steps=K)
+            for positions in plan.batches(t, i, len(inputs)):
+                rows = torch.from_numpy(positions.copy())
                 optimizer.zero_grad()
                 loss_of(model(inputs[rows].double()), targets[rows]).backward()
                 optimizer.step()

@@ -15,8 +15,8 @@ from torch.utils.data import Dataset, TensorDataset
 import fadamgc
 from fadamgc.data import synthetic
 from fadamgc.errors import ClientError
-from fadamgc.sim.executors import LoopExecutor, VectorizedExecutor, block_batches
-from fadamgc.sim.executors.block_batches import _series
+from fadamgc.sim.executors import LoopExecutor, VectorizedExecutor, block
+from fadamgc.sim.executors.block import _series
 from problems import class_task, linear_task, mlp
 from short_runs import simulate
 
@@ -62,7 +62,7 @@ def test_blocks_gather_batches_in_chunks_to_the_same_bits(work, norm, monkeypatc
         ).x
 
     at_once = run()
-    monkeypatch.setattr(block_batches, "GATHERED_BYTES", 1)
+    monkeypatch.setattr(block, "GATHERED_BYTES", 1)
     assert torch.equal(run(), at_once)
 
 

@@ -15,6 +15,7 @@ import torch
 
 import fadamgc
 from fadamgc.federation.client_states import ClientStates
+from fadamgc.federation.cost import state_bytes
 from fadamgc.sim import file_states as states
 from fadamgc.sim.file_states import FileStates, Slots
 from places import TESTS
@@ -131,8 +132,10 @@ def test_a_damaged_file_is_refused(tmp_path, damage):
 
 
 def test_auto_goes_to_files_where_memory_would_not_do(monkeypatch):
-    assert type(simulate(fadamgc.FAdamGC()).clients) is ClientStates
-    monkeypatch.setattr("fadamgc.sim.engine.too_large", lambda initial, clients: clients > 5)
+    clients = simulate(fadamgc.FAdamGC()).clients
+    assert type(clients) is ClientStates
+    half = 5 * state_bytes(clients.initial)
+    monkeypatch.setattr("fadamgc.sim.engine.memory", lambda: 2 * half)
     assert type(simulate(fadamgc.FAdamGC()).clients) is FileStates
     assert type(simulate(fadamgc.FAdamGC(), rounds=1).clients) is ClientStates
 

@@ -1,4 +1,4 @@
-"""The clients' data: a client's samples are a value that is handed to its job."""
+"""The clients' data: the samples of a client are a value in its job."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ClientData(NamedTuple):
     size: int
 
     def batch(self, positions: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets at positions 0 .. size - 1 of the client's own samples."""
+        """Return inputs and targets at some positions, 0 .. size - 1, in the client's samples."""
         rows = torch.from_numpy(positions + self.start).to(self.inputs.device)
         return self.inputs[rows], self.targets[rows]
 
@@ -37,10 +37,7 @@ class ClientData(NamedTuple):
 class ClientTable:
     """The samples of all clients of a task, one client after the other in two tensors.
 
-    Attributes:
-        inputs, targets: the samples.
-        start: first row of each client.
-        size: number of samples of each client.
+    ``start`` has the first row of each client and ``size`` its number of samples.
     """
 
     def __init__(self, task: Task, dtype: torch.dtype, device: torch.device) -> None:
@@ -55,8 +52,3 @@ class ClientTable:
 
     def __getitem__(self, client: int) -> ClientData:
         return ClientData(self.inputs, self.targets, int(self.start[client]), int(self.size[client]))
-
-    @property
-    def largest(self) -> ClientData:
-        """The client with the most samples."""
-        return self[int(self.size.argmax())]

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, overload
+from typing import Any
 
 
 class ClientStates(Sequence[Any]):
     """The states of all n clients, in memory.
 
-    A round stages its new states one by one, and ``update`` replaces the old ones all at once.
-
-    Attributes:
-        changed: the clients whose states are newer than the last checkpoint.
-        in_file: whether the states are stored in slots of a file (``sim/file_states.py``).
+    A round stages its new states one by one, and ``update`` replaces the old states all at once. ``changed``
+    are the clients whose states are newer than the last checkpoint.
     """
-
-    in_file = False
 
     def __init__(self, n: int, initial: Any, states: Mapping[int, Any] | None = None) -> None:
         self.n, self.initial = n, initial
@@ -26,11 +21,7 @@ class ClientStates(Sequence[Any]):
     def __len__(self) -> int:
         return self.n
 
-    @overload
-    def __getitem__(self, i: int) -> Any: ...
-    @overload
-    def __getitem__(self, i: slice) -> list[Any]: ...
-    def __getitem__(self, i: int | slice) -> Any:
+    def __getitem__(self, i: Any) -> Any:
         if isinstance(i, slice):
             return [self[j] for j in range(*i.indices(self.n))]
         if not -self.n <= i < self.n:
@@ -44,7 +35,7 @@ class ClientStates(Sequence[Any]):
         return tuple(sorted(self._states))
 
     def stage(self, state: Any) -> Any:
-        """Store a state for a later ``update``; return what ``update`` needs to find it."""
+        """Store a state for a later ``update``; return the value by which ``update`` finds it."""
         return state
 
     def update(self, staged: Mapping[int, Any]) -> None:

@@ -1,31 +1,35 @@
-"""What a round costs: bytes as really sent, seconds from link speeds and step times.
+"""The cost of a round: the bytes of its messages, and seconds from link speeds and step times.
 
-A record keeps the work of its round client by client, so a finished run can be priced again for other
+A record keeps the work of each client of its round, so the cost of a finished run can be computed for other
 links and devices without running it again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from fadamgc.algorithm import AnyAlgorithm, example, stand_in
-from fadamgc.errors import InputError, real, shown
+from fadamgc.errors import InputError, not_accepted, real
+from fadamgc.federation.functions import Buffers
+from fadamgc.federation.sampling import Draw
 from fadamgc.tree import leaves
 
-SLOWEST_MBPS, LONGEST_SECONDS = 1e-9, 1e9  # beyond these, minutes would overflow
+LINK, TIME = (1e-9, math.inf, ">= 1e-09"), (0.0, 1e9, "with 0 <= value <= 1e+09")
+LIMITS = {"down_mbps": LINK, "up_mbps": LINK, "seconds_per_step": TIME, "latency": TIME}
+"""Smallest and largest value of each number of a cost model; beyond these, minutes would overflow."""
 
 PerClient = float | tuple[float, ...]
 
 
 class Work(NamedTuple):
-    """What clients did at the same time: one entry per client in each field."""
+    """The work of clients at the same time: one entry per client in each field."""
 
     clients: tuple[int, ...]
     steps: tuple[int, ...]  # gradient evaluations
@@ -40,22 +44,15 @@ class Traffic(NamedTuple):
     up: int  # sent by every sampled client
     up_tracked: int  # sent in addition by a tracked client
 
-    def work(self, clients: Sequence[int], tracked: Sequence[int], steps: Sequence[int]) -> Work:
-        """Return the work of a round in which these clients took part."""
-        tracking = set(tracked)
-        return Work(
-            clients=tuple(clients),
-            steps=tuple(steps),
-            down=(self.down,) * len(clients),
-            up=tuple(self.up + (self.up_tracked if i in tracking else 0) for i in clients),
-        )
+    def work(self, draw: Draw, steps: Sequence[int], silent: Collection[int] = ()) -> Work:
+        """Return the work of a round of the drawn clients; ``silent`` clients have sent nothing."""
+        sent = dict.fromkeys(draw.sampled, self.up) | dict.fromkeys(draw.tracked, self.up + self.up_tracked)
+        up = tuple(0 if i in silent else sent[i] for i in draw.sampled)
+        return Work(draw.sampled, tuple(steps), (self.down,) * len(up), up)
 
 
 def traffic(
-    algorithm: AnyAlgorithm,
-    d: int,
-    dtype: torch.dtype = torch.float32,
-    buffers: Mapping[str, Tensor] | None = None,
+    algorithm: AnyAlgorithm, d: int, dtype: torch.dtype = torch.float32, buffers: Buffers | None = None
 ) -> Traffic:
     """Return the bytes that an algorithm sends for a model of d numbers, from an example of its messages.
 
@@ -66,23 +63,20 @@ def traffic(
     Traffic(down=8000, up=4000, up_tracked=4000)
     """
     _, down, _, _, up = example(algorithm, stand_in(d, dtype))
-    extra = sum(_bytes(b) for b in (buffers or {}).values())
-    sizes = {name: sum(map(_bytes, leaves(part))) for name, part in up._asdict().items()}
+    extra = state_bytes(buffers)
+    sizes = {name: state_bytes(part) for name, part in up._asdict().items()}
     tracked = sum(size for name, size in sizes.items() if name in algorithm.tracked_only)
-    return Traffic(
-        down=sum(map(_bytes, leaves(down))) + extra,
-        up=sum(sizes.values()) - tracked + extra,
-        up_tracked=tracked,
-    )
+    return Traffic(state_bytes(down) + extra, sum(sizes.values()) - tracked + extra, tracked)
 
 
-def _bytes(t: Tensor) -> int:
-    return t.numel() * t.element_size()
+def state_bytes(state: Any) -> int:
+    """Return the bytes of all tensors of a state or message."""
+    return sum(tensor.nbytes for tensor in leaves(state))
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """Computes the seconds of a round from what its clients did.
+    """Computes the seconds of a round from the work of its clients.
 
     Each client takes ``latency + bits down / down_mbps + bits up / up_mbps + steps * seconds_per_step``;
     the round takes the mean of that over its clients (the paper's reading) or the slowest client's.
@@ -107,38 +101,29 @@ class CostModel:
     per_round: Literal["mean", "slowest"] = "mean"
 
     def __post_init__(self) -> None:
-        for field in fields(self)[:4]:
-            value = getattr(self, field.name)
+        for name, (least, most, accepted) in LIMITS.items():
+            value = getattr(self, name)
             if isinstance(value, np.ndarray):
                 value = value.tolist()
-            if isinstance(value, list):
-                value = tuple(v if (number := real(v)) is None else number for v in value)
-                object.__setattr__(self, field.name, value)
-            link = field.name.endswith("mbps")
-            if isinstance(value, tuple) and not value:
-                raise InputError(
-                    f"CostModel.{field.name}=() is empty; give one number, or one for each client"
-                )
-            for entry in value if isinstance(value, tuple) else (value,):
+            entries = value if isinstance(value, (tuple, list)) else [value]
+            if not entries:
+                raise InputError(f"CostModel.{name}=() is empty; give one number, or one for each client")
+            for entry in entries:
                 number = real(entry)
-                if number is None or not (number >= SLOWEST_MBPS if link else 0 <= number <= LONGEST_SECONDS):
-                    accepted = f">= {SLOWEST_MBPS:g}" if link else f"with 0 <= value <= {LONGEST_SECONDS:g}"
-                    raise InputError(
-                        f"CostModel.{field.name}={shown(entry)} is not accepted; "
-                        f"it must be a number {accepted}"
-                    )
+                if number is None or not least <= number <= most:
+                    raise not_accepted(f"CostModel.{name}", entry, f"a number {accepted}")
+            if isinstance(value, list):
+                object.__setattr__(self, name, tuple(map(float, value)))
         if not isinstance(self.per_round, str) or self.per_round not in ("mean", "slowest"):
-            raise InputError(
-                f"CostModel.per_round={shown(self.per_round)} is not accepted; it must be 'mean' or 'slowest'"
-            )
+            raise not_accepted("CostModel.per_round", self.per_round, "'mean' or 'slowest'")
 
     def check(self, n: int) -> None:
         """Refuse a cost model whose number of entries is neither one nor n."""
-        for field in fields(self)[:4]:
-            value = getattr(self, field.name)
+        for name in LIMITS:
+            value = getattr(self, name)
             if isinstance(value, tuple) and len(value) != n:
                 raise InputError(
-                    f"CostModel.{field.name} has {len(value)} entries for clients={n}; "
+                    f"CostModel.{name} has {len(value)} entries for clients={n}; "
                     "give one number, or one for each client"
                 )
 

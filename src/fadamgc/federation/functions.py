@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cached_property
 from typing import TypeAlias
 
@@ -13,7 +12,7 @@ from torch.func import functional_call, vmap
 from fadamgc.errors import ClientError, InputError, reason, shown
 from fadamgc.federation.client_data import ClientData
 from fadamgc.federation.sampling import EVALUATION, GRADIENT, torch_seed
-from fadamgc.federation.traits import changing_buffers, draws_random_numbers
+from fadamgc.federation.traits import changing_buffers
 from fadamgc.flat import Flat
 from fadamgc.runtime import seeded
 from fadamgc.task import Task, cast
@@ -32,9 +31,9 @@ class TaskFunctions:
             compute in the type of x0: in 16 bits, small steps would be lost and y would drift from the mean
             of the y_i.
         buffers0: the buffers that training changes.
-        fixed: everything else in the model, by name.
-        sample: two samples of the largest client, on which traits of the model are tried out.
-        test: the test data; None where nothing is evaluated.
+        fixed: all other tensors of the model, by name.
+        sample: two samples of the largest client, on which traits of the model are tried.
+        test: the test data; None if nothing is evaluated.
     """
 
     def __init__(
@@ -45,17 +44,15 @@ class TaskFunctions:
         self.dtype = dtype or first.dtype
         self.device = first.device
         self.flat = Flat.of(task.model)
-        module = self.flat.copy(task.model)
-        if dtype is not None:
-            module = module.to(dtype=dtype)
+        module = self.flat.copy(task.model).to(dtype=dtype)
         if device is not None:
             try:
                 self.device = torch.device(device)
+                if self.device.type == "meta":
+                    raise ValueError("tensors have no values on this device")
                 module = module.to(device=self.device)
             except (RuntimeError, AssertionError, TypeError, ValueError, OverflowError) as error:
                 raise InputError(f"device={shown(device)} cannot be used here: {reason(error)}") from error
-            if self.device.type == "meta":
-                raise InputError("device='meta' cannot be used here: tensors have no values there")
         self.module = module.requires_grad_(False)
         self.x0 = self.flat.flatten(self.module)
         if self.mixed:
@@ -78,32 +75,26 @@ class TaskFunctions:
     @cached_property
     def random(self) -> bool:
         """Whether the model draws random numbers while it trains (dropout and the like)."""
-        return draws_random_numbers(self)
+        inputs, targets = self.sample
+        with seeded(0), torch.no_grad():
+            before = torch.get_rng_state()
+            self.loss(self.x0, self.fresh_buffers(), inputs.clone(), targets)
+            return not torch.equal(before, torch.get_rng_state())
 
     def fresh_buffers(self) -> Buffers:
         """Return a copy of ``buffers0``."""
         return {name: value.clone() for name, value in self.buffers0.items()}
 
     def loss(
-        self,
-        x: Tensor,
-        buffers: Buffers,
-        inputs: Tensor,
-        targets: Tensor,
-        fixed: Mapping[str, Tensor] | None = None,
+        self, x: Tensor, buffers: Buffers, inputs: Tensor, targets: Tensor, fixed: Buffers | None = None
     ) -> Tensor:
         """Return the training loss at x on one batch. CHANGES the buffers, as the module would."""
         return self.task.loss(self._output(x, buffers, inputs, fixed), targets)
 
     def sample_losses(
-        self,
-        x: Tensor,
-        buffers: Buffers,
-        inputs: Tensor,
-        targets: Tensor,
-        fixed: Mapping[str, Tensor] | None = None,
+        self, x: Tensor, buffers: Buffers, inputs: Tensor, targets: Tensor, fixed: Buffers | None = None
     ) -> Tensor:
-        """Return the training loss at x of each sample of a batch by itself. CHANGES the buffers."""
+        """Return the training loss at x of each single sample of a batch. CHANGES the buffers."""
 
         def loss_of_one(output: Tensor, target: Tensor) -> Tensor:
             return self.task.loss(output[None], target[None])
@@ -126,7 +117,7 @@ class TaskFunctions:
         return g, loss.detach()
 
     def whole_gradient(
-        self, x: Tensor, buffers: Mapping[str, Tensor], client: int, data: ClientData, seed: int, t: int
+        self, x: Tensor, buffers: Buffers, client: int, data: ClientData, seed: int, t: int
     ) -> Tensor:
         """Return the gradient at x of the loss over all of a client's data, without changing the buffers."""
         total = torch.zeros_like(x)
@@ -144,32 +135,29 @@ class TaskFunctions:
         return total
 
     @torch.no_grad()
-    def evaluate(self, x: Tensor, buffers: Mapping[str, Tensor], seed: int, t: int) -> dict[str, float]:
+    def evaluate(self, x: Tensor, buffers: Buffers, seed: int, t: int) -> dict[str, float]:
         """Return loss, accuracy (if it is the metric) and metric on the test data; {} without test data."""
         if self.test is None:
             return {}
         inputs, targets = self.test
+        metric = self.task.metric
         with seeded(torch_seed(seed, EVALUATION, t)):
             output, loss = self._test_loss(x, buffers, inputs, targets)
-        values = {"test_loss": loss}
-        if self.task.metric == "accuracy":
-            values["test_accuracy"] = float((output.argmax(dim=1) == targets).double().mean())
-            values["test_metric"] = values["test_accuracy"]
-        elif self.task.metric == "loss":
-            values["test_metric"] = values["test_loss"]
-        else:
-            assert callable(self.task.metric)
-            try:
-                values["test_metric"] = float(self.task.metric(output, targets))
-            except Exception as error:
-                raise InputError(
-                    f"metric={self.task.metric!r} must return a number for outputs of shape "
-                    f"{tuple(output.shape)} and targets of shape {tuple(targets.shape)}: {reason(error)}"
-                ) from error
-        return values
+        if not callable(metric):
+            if metric == "loss":
+                return {"test_loss": loss, "test_metric": loss}
+            accuracy = float((output.argmax(dim=1) == targets).double().mean())
+            return {"test_loss": loss, "test_accuracy": accuracy, "test_metric": accuracy}
+        try:
+            return {"test_loss": loss, "test_metric": float(metric(output, targets))}
+        except Exception as error:
+            raise InputError(
+                f"metric={metric!r} must return a number for outputs of shape {tuple(output.shape)} and "
+                f"targets of shape {tuple(targets.shape)}: {reason(error)}"
+            ) from error
 
     @torch.no_grad()
-    def quick_test_loss(self, x: Tensor, buffers: Mapping[str, Tensor], samples: int) -> float | None:
+    def quick_test_loss(self, x: Tensor, buffers: Buffers, samples: int) -> float | None:
         """Return the loss on the first test samples; None without test data."""
         if self.test is None:
             return None
@@ -177,15 +165,13 @@ class TaskFunctions:
         with torch.random.fork_rng(devices=[]):
             return self._test_loss(x, buffers, inputs, targets)[1]
 
-    def _test_loss(
-        self, x: Tensor, buffers: Mapping[str, Tensor], inputs: Tensor, targets: Tensor
-    ) -> tuple[Tensor, float]:
+    def _test_loss(self, x: Tensor, buffers: Buffers, inputs: Tensor, y: Tensor) -> tuple[Tensor, float]:
         state = {**self.parameters(x), **buffers, **self.fixed}
         self.module.eval()
         try:
             chunks = torch.split(inputs, CHUNK)
             output = torch.cat([functional_call(self.module, state, (chunk.clone(),)) for chunk in chunks])
-            return output, float(self.task.loss(output, targets))
+            return output, float(self.task.loss(output, y))
         except Exception as error:
             raise InputError(f"model or loss failed on the test data: {reason(error)}") from error
         finally:
@@ -194,9 +180,7 @@ class TaskFunctions:
     def _cast(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         return cast(inputs, self.dtype, self.device), cast(targets, self.dtype, self.device)
 
-    def _output(
-        self, x: Tensor, buffers: Buffers, inputs: Tensor, fixed: Mapping[str, Tensor] | None
-    ) -> Tensor:
+    def _output(self, x: Tensor, buffers: Buffers, inputs: Tensor, fixed: Buffers | None) -> Tensor:
         state = {**self.parameters(x), **buffers, **(self.fixed if fixed is None else fixed)}
         output: Tensor = functional_call(self.module, state, (inputs,))
         for name in buffers:  # a module may assign a buffer instead of changing it in place

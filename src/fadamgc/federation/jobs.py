@@ -1,4 +1,4 @@
-"""A round as its clients see it: what the server sent, one job per client, and the result of a job."""
+"""A round as its clients see it: the server's message, one job per client, and the result of a job."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from fadamgc.federation.sampling import Batches
 
 
 class Round(NamedTuple):
-    """What all clients of a round have in common."""
+    """The values that all clients of a round have in common."""
 
     functions: TaskFunctions
     algorithm: AnyAlgorithm
     seed: int
     t: int  # number of the round, from 1
-    down: Any  # what the server sent
+    down: Any  # the server's message
     buffers: Buffers
 
 
@@ -52,7 +52,7 @@ class Result(NamedTuple):
 
     job: Job
     state: Any  # the client's state after the round
-    up: Any  # what the client sends
+    up: Any  # the client's message
     buffers: Buffers
     loss: Tensor  # mean over the local steps, shape ()
     finite: bool | None = None  # whether state and up are finite; None if not checked yet

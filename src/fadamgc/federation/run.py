@@ -43,7 +43,7 @@ class Record:
     train_loss: float | None  # mean over clients of the mean over local steps
     test_loss: float | None
     test_accuracy: float | None  # None unless it is the task's metric
-    test_metric: float | None  # the task's metric, whatever it is
+    test_metric: float | None  # the task's metric
     bytes_down: int  # all clients together
     bytes_up: int
     simulated_seconds: float  # of this round, by the run's cost model
@@ -53,25 +53,8 @@ class Record:
     dropped: tuple[int, ...] = ()  # sampled, but their update was not finite
     work: tuple[Work, ...] = field(default=(), repr=False)
 
-    @classmethod
-    def of(
-        cls, t: int, evaluation: Mapping[str, float], work: tuple[Work, ...], cost: CostModel, **others: Any
-    ) -> Record:
-        """Make the record of round t from its evaluation (empty if there was none) and its work."""
-        return cls(
-            round=t,
-            test_loss=evaluation.get("test_loss"),
-            test_accuracy=evaluation.get("test_accuracy"),
-            test_metric=evaluation.get("test_metric"),
-            bytes_down=sum(sum(w.down) for w in work),
-            bytes_up=sum(sum(w.up) for w in work),
-            simulated_seconds=sum(cost.seconds(w) for w in work),
-            work=work,
-            **others,
-        )
-
     def priced(self, cost: CostModel) -> Record:
-        """Return the same round under another cost model."""
+        """Return the same round with the seconds of another cost model."""
         return dataclasses.replace(self, simulated_seconds=sum(cost.seconds(w) for w in self.work))
 
     def to_json(self) -> dict[str, Any]:
@@ -164,23 +147,17 @@ class Run:
         Flat.of(module).load(module, self.x, self.buffers)
         return module
 
-    def record_at(self, target: float) -> Record | None:
-        """Return the first record whose metric reaches the target, or None."""
-        for record in self.history:
-            value = record.test_metric
-            if value is None or not math.isfinite(value):
-                continue
-            if value <= target if self.goal == "min" else value >= target:
-                return record
-        return None
-
     def rounds_to(self, target: float) -> int | None:
         """Return the rounds until the task's metric first reached the target, or None if it never did."""
-        record = self.record_at(target)
-        return None if record is None else record.round
+        sign = -1 if self.goal == "min" else 1
+        for record in self.history:
+            value = record.test_metric
+            if value is not None and math.isfinite(value) and sign * value >= sign * target:
+                return record.round
+        return None
 
     def minutes_to(self, target: float, cost: CostModel | None = None) -> float | None:
-        """Return the simulated minutes until then, by the run's cost model or by another."""
+        """Return the simulated minutes until ``rounds_to(target)``, by the run's cost model or by another."""
         rounds = self.rounds_to(target)
         if rounds is None:
             return None
@@ -209,26 +186,19 @@ class Run:
         """
         if states and self.server is None:
             raise FadamgcError("this run was saved without its states; pass states=False to save its records")
-        write_run(Path(path), self, states=states)
+        tensors: dict[str, Tensor | LazyTensor] = server_tensors(self) if states else {}
+        for i in self.clients.participants if states else ():
+            for k, (name, like) in enumerate(named_leaves(self.clients.initial, f"client.{i}").items()):
+                tensors[name] = LazyTensor(like, partial(_read_leaf, self.clients, i, k))
+        content = described(self) | {
+            "participants": self.clients.participants,
+            "has_states": states,
+            "history": [record.to_json() for record in self.history],
+        }
+        write_bundle(Path(path), NAME, content, tensors)
 
 
 # Runs as plain data and tensors, in the folder of a saved run and in that of a checkpoint.
-
-
-def write_run(folder: Path, run: Run, *, states: bool = True) -> None:
-    """Write a run as a bundle."""
-    tensors: dict[str, Tensor | LazyTensor] = {}
-    if states:
-        tensors |= server_tensors(run)
-        for i in run.clients.participants:
-            for k, (name, like) in enumerate(named_leaves(run.clients.initial, f"client.{i}").items()):
-                tensors[name] = LazyTensor(like, partial(_read_leaf, run.clients, i, k))
-    content = described(run) | {
-        "participants": run.clients.participants,
-        "has_states": states,
-        "history": [record.to_json() for record in run.history],
-    }
-    write_bundle(folder, NAME, content, tensors)
 
 
 def _read_leaf(clients: ClientStates, i: int, k: int) -> Tensor:
@@ -236,18 +206,17 @@ def _read_leaf(clients: ClientStates, i: int, k: int) -> Tensor:
 
 
 def read_run(folder: Path, task: Task | None = None) -> Run:
-    """Read a run back from its bundle."""
+    """Read back a run that ``Run.save`` wrote."""
     body, tensors = read_bundle(folder, NAME)
     algorithm = find_algorithm(folder, body)
     with sound(folder, NAME):
         history = [Record.from_json(plain) for plain in body["history"]]
-        n = client_count(body)
+        description = description_of(body)
         if not body["has_states"]:
-            return assembled(body, algorithm, None, ClientStates(n, None), {}, history, task)
+            return Run(algorithm, None, ClientStates(body["n"], None), {}, history, task=task, **description)
         server, initial, buffers = unpack_server(algorithm, tensors)
-        states = {_client(i, n): unpack(f"client.{i}", initial, tensors) for i in body["participants"]}
-        clients = ClientStates(n, initial, states)
-        return assembled(body, algorithm, server, clients, buffers, history, task)
+        clients = unpack_clients(body, initial, tensors)
+        return Run(algorithm, server, clients, buffers, history, task=task, **description)
 
 
 def described(run: Run) -> dict[str, Any]:
@@ -259,6 +228,20 @@ def described(run: Run) -> dict[str, Any]:
         "goal": run.goal,
         "n": run.clients.n,
     }
+
+
+def description_of(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Check the description of a run in a bundle, and return it as arguments of ``Run``."""
+    settings, environment, goal = body["settings"], body["environment"], body["goal"]
+    for value in (goal, settings["executor"], settings["task"], *environment.values()):
+        if not isinstance(value, str):
+            raise ValueError(f"{shown(value)} is not a text")
+    whole("seed", settings["seed"], 0)
+    if goal not in ("max", "min"):
+        raise ValueError(f"goal={shown(goal)} is neither 'max' nor 'min'")
+    cost = CostModel(**body["cost"])
+    cost.check(whole("n", body["n"], 1, 1 << 40))
+    return {"settings": settings, "environment": environment, "cost": cost, "goal": goal}
 
 
 def server_tensors(run: Run) -> dict[str, Tensor | LazyTensor]:
@@ -278,17 +261,31 @@ def unpack_server(algorithm: AnyAlgorithm | None, tensors: Mapping[str, Tensor])
     return from_names(like.server, tensors, "server"), from_names(like.client, tensors, "initial"), buffers
 
 
-def find_algorithm(
-    folder: Path, body: Mapping[str, Any], given: AnyAlgorithm | None = None, expected: str | None = None
-) -> AnyAlgorithm | None:
-    """Return the algorithm of a run; None if its class is not registered and the run has no states.
+def unpack_clients(body: Mapping[str, Any], initial: Any, tensors: Mapping[str, Tensor]) -> ClientStates:
+    """Return the clients' states from the tensors of a run; they must have the types of the initial state."""
+    states = {}
+    for i in body["participants"]:
+        client = whole("client", i, 0, body["n"] - 1)
+        states[client] = from_names(initial, tensors, f"client.{i}")
+        for name, tensor, like in other_types(states[client], initial):
+            raise ValueError(
+                f"client.{i}.{name} is {tensor.dtype} {tuple(tensor.shape)}, not {like.dtype} "
+                f"{tuple(like.shape)}"
+            )
+    return ClientStates(body["n"], initial, states)
 
-    An algorithm that the caller gives under the ``expected`` name replaces a registered one.
-    """
+
+def other_types(state: Any, like: Any) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield the leaves of a state whose type or shape is not that of the same leaf of another state."""
+    for name, tensor, expected in zip(names(like), leaves(state), leaves(like), strict=True):
+        if (tensor.dtype, tensor.shape) != (expected.dtype, expected.shape):
+            yield name, tensor, expected
+
+
+def find_algorithm(folder: Path, body: Mapping[str, Any]) -> AnyAlgorithm | None:
+    """Return the algorithm of a run; None if its class is not registered and the run has no states."""
     with sound(folder):
         name, values = str(body["settings"]["algorithm"]), body["settings"]["hyperparameters"]
-        if given is not None and name == expected:
-            return given
         if name in algorithms():
             return make_algorithm(name, **values)
         if not body.get("has_states", True):
@@ -298,26 +295,7 @@ def find_algorithm(
     )
 
 
-def assembled(
-    body: Mapping[str, Any],
-    algorithm: AnyAlgorithm | None,
-    server: Any,
-    clients: ClientStates,
-    buffers: Buffers,
-    history: list[Record],
-    task: Task | None = None,
-) -> Run:
-    """Return the run that a bundle describes."""
-    settings, environment, goal = body["settings"], body["environment"], body["goal"]
-    for value in (goal, settings["executor"], settings["task"], *environment.values()):
-        if not isinstance(value, str):
-            raise ValueError(f"{shown(value)} is not a text")
-    whole("seed", settings["seed"], 0)
-    if goal not in ("max", "min"):
-        raise ValueError(f"goal={shown(goal)} is neither 'max' nor 'min'")
-    cost = CostModel(**body["cost"])
-    cost.check(clients.n)
-    return Run(algorithm, server, clients, buffers, history, settings, environment, cost, task, goal)
+MALFORMED = (FadamgcError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RuntimeError)
 
 
 @contextmanager
@@ -330,38 +308,8 @@ def sound(folder: Path, name: str | None = None) -> Iterator[None]:
         raise
     except KeyError as error:
         raise CheckpointError(f"{where} is not a run of this version: it has no {error}") from None
-    except (
-        FadamgcError,
-        TypeError,
-        ValueError,
-        AttributeError,
-        IndexError,
-        OverflowError,
-        RecursionError,
-        RuntimeError,
-    ) as error:
+    except MALFORMED as error:
         raise CheckpointError(f"{where} is not a run of this version: {cut(str(error))}") from None
-
-
-def client_count(body: Mapping[str, Any]) -> int:
-    """Return the number of clients of a run."""
-    return whole("n", body["n"], 1, 1 << 40)
-
-
-def _client(i: Any, n: int) -> int:
-    return whole("client", i, 0, n - 1)
-
-
-def unpack(prefix: str, like: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return the state in named tensors, which must have the types and shapes of ``like``."""
-    state = from_names(like, tensors, prefix)
-    for name, tensor, expected in zip(names(like), leaves(state), leaves(like), strict=True):
-        if tensor.shape != expected.shape or tensor.dtype != expected.dtype:
-            raise ValueError(
-                f"{prefix}.{name} is {tensor.dtype} {tuple(tensor.shape)}, not {expected.dtype} "
-                f"{tuple(expected.shape)}"
-            )
-    return state
 
 
 def environment() -> dict[str, str]:

@@ -1,13 +1,11 @@
 """All randomness of a run, addressed and not consumed.
 
-Who takes part in round t is a function of (seed, t); a client's batches are a function of
-(seed, t, client). So nothing depends on the order of execution, on how many workers there are, or on
-whether the run was interrupted.
+The clients of round t are a function of (seed, t); a client's batches are a function of (seed, t, client). So
+nothing depends on the order of execution, on the number of workers, or on whether the run was interrupted.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import repeat
@@ -52,43 +50,27 @@ def draw(seed: int, t: int, n: int, S: int, tracked: int) -> Draw:
     """
     random = generator(seed, COHORT, t)
     sampled = random.choice(n, size=S, replace=False)
-    return Draw(
-        sampled=tuple(sorted(int(i) for i in sampled)),
-        tracked=tuple(sorted(int(i) for i in random.choice(sampled, size=tracked, replace=False))),
-    )
+    both = sampled, random.choice(sampled, size=tracked, replace=False)
+    return Draw(*(tuple(sorted(ids.tolist())) for ids in both))
 
 
-POSITIONS, SMALL = 1 << 20, 1 << 12  # samples whose positions are made at once, and where that is cheap
+POSITIONS, SMALL = 1 << 20, 1 << 12  # samples whose positions are made at once: at most, and at least
 
 
 @dataclass(frozen=True)
 class Batches:
-    """The mini-batches of one client in one round, drawn while they are read: K may be any number.
+    """The mini-batches of one client in one round, drawn while they are read: K may be any number."""
 
-    Attributes:
-        steps: how many there are, K.
-        width: samples in a full batch, B.
-        samples: of the client.
-        address: (seed, t, client) of the random orders; None repeats the order of the client's data.
-        period: batches per epoch, if the last batch of an epoch is smaller; 1 if all batches are full.
-        last: samples in the last batch of an epoch.
-    """
-
-    steps: int
-    width: int
-    samples: int
-    address: tuple[int, int, int] | None = None
-    period: int = 1
-    last: int = 0
+    steps: int  # number of batches, K
+    width: int  # samples in a full batch, B
+    samples: int  # of the client
+    address: tuple[int, int, int] | None = None  # (seed, t, client) of random orders; None: order of the data
+    period: int = 1  # batches per epoch, if the last batch of an epoch is smaller; 1 if all batches are full
+    last: int = 0  # samples in the last batch of an epoch
 
     def __post_init__(self) -> None:
         if self.period == 1:
             object.__setattr__(self, "last", self.width)
-
-    @property
-    def even(self) -> bool:
-        """Whether all batches are full."""
-        return self.period == 1
 
     @property
     def total(self) -> int:
@@ -143,46 +125,3 @@ class Batches:
         while True:
             order = random.permutation(self.samples)
             yield np.concatenate([order, np.repeat(order[:1], padding)]) if padding else order
-
-    @property
-    def rows(self) -> NDArray[np.int64]:
-        """All batches at once, (K, B), for few steps: step k uses ``rows[k, :size[k]]``."""
-        return self.reader()(self.steps)
-
-    @property
-    def size(self) -> NDArray[np.int64]:
-        """Samples in each batch, (K,)."""
-        return self.size_of(0, self.steps)
-
-
-def steps_of(samples: int, batch_size: int | None, local_steps: int | None, local_epochs: int | None) -> int:
-    """Return the number of local steps K that a client with that many samples takes in a round."""
-    if local_steps is not None:
-        return local_steps
-    assert local_epochs is not None
-    return local_epochs * (1 if batch_size is None else math.ceil(samples / batch_size))
-
-
-def batches(
-    seed: int,
-    t: int,
-    client: int,
-    samples: int,
-    batch_size: int | None,
-    local_steps: int | None,
-    local_epochs: int | None = None,
-) -> Batches:
-    """Return the batches of a client in round t.
-
-    With ``local_steps`` the client goes through its data in fresh random orders until K full batches are
-    made. With ``local_epochs`` every epoch is a fresh order cut into batches,
-    the last of which may be smaller. A client with no more data than a batch uses all of it in every
-    step, in the order of its data.
-    """
-    K = steps_of(samples, batch_size, local_steps, local_epochs)
-    if batch_size is None or samples <= batch_size:
-        return Batches(K, samples, samples)
-    address, rest = (seed, t, client), samples % batch_size
-    if local_epochs is None or not rest:
-        return Batches(K, batch_size, samples, address)
-    return Batches(K, batch_size, samples, address, period=K // local_epochs, last=rest)

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fadamgc.algorithm import AnyAlgorithm
+from fadamgc.algorithm import AnyAlgorithm, Cohort
 from fadamgc.errors import NonFiniteError
 from fadamgc.federation.client_states import ClientStates
-from fadamgc.federation.cost import CostModel, Work, traffic
+from fadamgc.federation.cost import CostModel, Work, state_bytes, traffic
 from fadamgc.federation.functions import Buffers, TaskFunctions
 from fadamgc.federation.jobs import Round
 from fadamgc.federation.run import Record, Run, environment
@@ -46,13 +46,6 @@ class Federation:
         evaluation = federation.evaluate(after)
         federation.commit(after, federation.record(draw, sums, evaluation, ...))
 
-    Args:
-        algorithm: the algorithm.
-        functions: the task's model, loss and evaluation.
-        n: number of clients.
-        settings: how the run proceeds.
-        cost: how rounds are priced.
-
     Attributes:
         t: number of the last round that was committed.
         state: the server's state and the buffers; ``state.server`` is None as long as the run waits for the
@@ -85,9 +78,7 @@ class Federation:
     def begin_with(self, gradients: Iterable[Tensor], steps: Sequence[int]) -> None:
         """Start from every client's gradient at the initial model, for algorithms with ``init_gradient``.
 
-        Args:
-            gradients: one gradient per client, in order.
-            steps: what each gradient cost, in local steps.
+        ``gradients`` and ``steps`` (the cost of each gradient, in local steps) have one entry per client.
         """
         x0, n = self.functions.x0, self.n
         total = torch.zeros_like(x0)
@@ -96,9 +87,8 @@ class Federation:
         if not all_finite(total):
             message = "the sum of the clients' gradients at the initial model is not finite"
             raise NonFiniteError(None, 0, None, message)
-        vector = x0.numel() * x0.element_size()
-        buffers = sum(b.numel() * b.element_size() for b in self.state.buffers.values())
-        self.setup = (Work(tuple(range(n)), tuple(steps), (vector + buffers,) * n, (vector,) * n),)
+        down, up = state_bytes((x0, self.state.buffers)), x0.nbytes
+        self.setup = (Work(tuple(range(n)), tuple(steps), (down,) * n, (up,) * n),)
         self.state = self.state._replace(server=self.algorithm.init_server(x0, total / n))
 
     def over(self) -> bool:
@@ -111,12 +101,11 @@ class Federation:
     def who(self, available: Iterable[int] | None = None) -> Draw:
         """Return who takes part in the next round, out of the clients that are available (None: all)."""
         s, t = self.settings, self.t + 1
-        present = None if available is None else sorted(set(available))
-        if present is None or len(present) == self.n:
+        if available is None:
             return s.who(t, self.n)
+        present = sorted(set(available))
         if s.schedule is not None:
-            planned = s.who(t, self.n)
-            return Draw(*(tuple(i for i in ids if i in present) for ids in planned))
+            return Draw(*(tuple(i for i in ids if i in present) for ids in s.who(t, self.n)))
         S = min(s.sampled or self.n, len(present))
         tracked = S if s.tracked is None else min(s.tracked, S)
         positions = draw(s.seed, t, len(present), S, tracked) if S else Draw((), ())
@@ -124,9 +113,9 @@ class Federation:
 
     def open(self) -> Round:
         """Return the next round as its clients see it."""
-        down = self.algorithm.broadcast(self.state.server)
-        seed = self.settings.seed
-        return Round(self.functions, self.algorithm, seed, self.t + 1, down, self.state.buffers)
+        algo, (server, buffers) = self.algorithm, self.state
+        down = algo.broadcast(server)
+        return Round(self.functions, algo, self.settings.seed, self.t + 1, down, buffers)
 
     def new_sums(self) -> Sums:
         """Return empty sums for the next round."""
@@ -135,19 +124,20 @@ class Federation:
     def aggregate(self, sums: Sums) -> ServerState:
         """Return the server's state and the buffers after the next round; unchanged without any client."""
         server, buffers = self.state
-        return ServerState(
-            sums.aggregate(self.algorithm, server, self.n, self.t + 1), sums.mean_buffers(buffers)
-        )
+        if sums.up is None:
+            return self.state
+        cohort = Cohort(n=self.n, S=sums.S, K=sums.steps / sums.S, t=self.t + 1)
+        return ServerState(self.algorithm.aggregate(server, sums.up, cohort), sums.mean_buffers(buffers))
 
     def evaluate(self, state: ServerState) -> dict[str, float]:
         """Return the evaluation of the next round; {} if that round is not evaluated."""
-        t = self.t + 1
-        if not self.settings.evaluates(t):
+        t, s = self.t + 1, self.settings
+        if t % s.eval_every and t != s.rounds:
             return {}
-        return self.functions.evaluate(state.server.x, state.buffers, self.settings.seed, t)
+        return self.functions.evaluate(state.server.x, state.buffers, s.seed, t)
 
     def work_steps(self, steps: int, samples: int) -> int:
-        """Return what a client's round costs in steps, with the pass over its data that some rules need."""
+        """Return the cost of a client's round in steps, with the pass over its data that some rules need."""
         return steps + (self.settings.passes(samples) if self.algorithm.round_gradient else 0)
 
     def record(
@@ -160,29 +150,28 @@ class Federation:
         dropped: Collection[int] = (),
         silent: Collection[int] = (),
     ) -> Record:
-        """Return the priced record of the next round.
+        """Return the record of the next round, with its cost.
 
-        Args:
-            draw: who took part.
-            sums: the sums over the clients that were added.
-            evaluation: the evaluation, {} if there was none.
-            steps: the work of each sampled client, in steps.
-            seconds: how long the round took here.
-            dropped: clients whose update was not added.
-            silent: clients that sent nothing, so that no bytes are counted.
+        ``steps`` has the work of each sampled client, and ``seconds`` is how long the round took here.
+        ``dropped`` are the clients whose updates were not added; the bytes of ``silent`` ones do not count.
         """
         t = self.t + 1
-        work = self.traffic.work(draw.sampled, draw.tracked, steps)
-        if silent:
-            up = (0 if i in silent else size for i, size in zip(draw.sampled, work.up, strict=True))
-            work = work._replace(up=tuple(up))
-        return Record.of(
-            *(t, evaluation, (*(self.setup if t == 1 else ()), work), self.cost),
+        now = self.traffic.work(draw, steps, silent)
+        work = (*self.setup, now) if t == 1 else (now,)
+        return Record(
+            round=t,
             train_loss=sums.mean_loss(),
+            test_loss=evaluation.get("test_loss"),
+            test_accuracy=evaluation.get("test_accuracy"),
+            test_metric=evaluation.get("test_metric"),
+            bytes_down=sum(sum(w.down) for w in work),
+            bytes_up=sum(sum(w.up) for w in work),
+            simulated_seconds=sum(self.cost.seconds(w) for w in work),
             wall_seconds=seconds,
             sampled=draw.sampled,
             tracked=draw.tracked,
             dropped=tuple(dropped),
+            work=work,
         )
 
     def commit(self, state: ServerState, record: Record) -> None:
@@ -191,7 +180,7 @@ class Federation:
         self.history.append(record)
 
     def identity(self) -> dict[str, Any]:
-        """Return what must be equal for one run to be the continuation of another."""
+        """Return the values that must be equal for one run to continue another."""
         return {
             "algorithm": algorithm_name(self.algorithm),
             "hyperparameters": self.algorithm.plain(),
@@ -202,11 +191,8 @@ class Federation:
 
     def run(self, clients: ClientStates, settings: Mapping[str, Any]) -> Run:
         """Return the run so far; ``settings`` are added to the settings that the run saves."""
-        described = {
-            "rounds": self.settings.rounds,
-            "target": self.settings.target,
-            "task": self.task.name,
-        }
+        s = self.settings
+        described = {"rounds": s.rounds, "target": s.target, "task": self.task.name}
         return Run(
             algorithm=self.algorithm,
             server=self.state.server,

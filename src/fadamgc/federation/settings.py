@@ -1,4 +1,4 @@
-"""The settings of a federated run: what determines its trajectory besides algorithm and task."""
+"""The settings of a federated run: the values that, with algorithm and task, determine its numbers."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ import numpy as np
 import torch
 
 from fadamgc.algorithm import AnyAlgorithm
-from fadamgc.errors import InputError, listed, real, shown, whole
-from fadamgc.federation.sampling import Batches, Draw, batches, draw, steps_of
+from fadamgc.errors import InputError, listed, not_accepted, real, shown, whole
+from fadamgc.federation.sampling import Batches, Draw, draw
+from fadamgc.files import as_json
 from fadamgc.task import DTYPES
 
 LARGEST_COUNT = 2**53  # rounds, clients, steps, samples: they are also counted in floats
 LARGEST_SEED = 2**128 - 1
 SMALLEST_WEIGHT = 1e-30  # relative to the mean weight: messages are multiplied by it, in float32
 DEFAULT_STEPS = 10  # local steps, if neither local_steps nor local_epochs is given
+WEIGHTS = "'uniform', 'size' or one number per client"
+NOT_IDENTITY = ("rounds", "target", "checkpoint_every", "dtype")  # dtype: the identity has the model's
 
 
 @dataclass(frozen=True)
@@ -59,33 +62,20 @@ class Settings:
     dtype: torch.dtype | None = None
 
     @classmethod
-    def of(
-        cls,
-        *,
-        rounds: int | None = None,
-        schedule: Any = None,
-        weights: Any = "uniform",
-        local_steps: int | None = None,
-        local_epochs: int | None = None,
-        **others: Any,
-    ) -> Settings:
-        """Make settings from a caller's arguments.
+    def of(cls, *, rounds: int | None = None, schedule: Any = None, **others: Any) -> Settings:
+        """Make settings from the arguments of ``simulate``.
 
         A schedule may be any list of pairs ([sampled ids], [tracked ids]) and determines ``rounds`` if that
         is None; ``local_steps`` has a default; weights may be any sequence of numbers.
         """
         draws = None if schedule is None else _draws(schedule)
-        plain_weights: Any = weights if isinstance(weights, str) else _weights(weights)
         if rounds is None and draws is None:
             raise InputError("rounds=None; say how many rounds to run")
-        return cls(
-            rounds=len(draws or ()) if rounds is None else rounds,
-            schedule=draws,
-            weights=plain_weights,
-            local_steps=DEFAULT_STEPS if local_steps is None and local_epochs is None else local_steps,
-            local_epochs=local_epochs,
-            **others,
-        )
+        if "weights" in others and not isinstance(others["weights"], str):
+            others["weights"] = _weights(others["weights"])
+        if others.get("local_steps") is None and others.get("local_epochs") is None:
+            others["local_steps"] = DEFAULT_STEPS
+        return cls(rounds=len(draws or ()) if rounds is None else rounds, schedule=draws, **others)
 
     def __post_init__(self) -> None:
         least, most = {"rounds": 0, "tracked": 0, "seed": 0}, {"seed": LARGEST_SEED}
@@ -103,29 +93,24 @@ class Settings:
                 "give one of them"
             )
         if not isinstance(self.on_nonfinite, str) or self.on_nonfinite not in ("error", "drop"):
-            raise InputError(
-                f"on_nonfinite={shown(self.on_nonfinite)} is not accepted; it must be 'error' or 'drop'"
-            )
-        target: Any = self.target
-        if target is not None:
-            number = real(target)
-            if number is None or not math.isfinite(number):
-                raise InputError(f"target={shown(target)} is not accepted; it must be a finite number")
-            object.__setattr__(self, "target", number)
+            raise not_accepted("on_nonfinite", self.on_nonfinite, "'error' or 'drop'")
+        if self.target is not None:
+            target = real(self.target)
+            if target is None or not math.isfinite(target):
+                raise not_accepted("target", self.target, "a finite number")
+            object.__setattr__(self, "target", target)
         dtype: Any = self.dtype
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in DTYPES):
-            raise InputError(
-                f"dtype={shown(dtype)} is not accepted; it must be a type of floating-point numbers such as "
-                f"torch.float32, of at least 16 bits"
-            )
+            accepted = "a type of floating-point numbers such as torch.float32, of at least 16 bits"
+            raise not_accepted("dtype", dtype, accepted)
 
     def check(self, n: int, sizes: Sequence[int], algorithm: AnyAlgorithm) -> None:
         """Refuse settings that do not fit the task or the algorithm."""
-        S = n if self.sampled is None else self.sampled
+        S, tracked = self._numbers_drawn(n)
         if n < S:
             raise InputError(f"sampled={S} exceeds clients={n}")
-        if self.tracked is not None and self.tracked > S:
-            raise InputError(f"tracked={self.tracked} exceeds sampled={S}")
+        if tracked > S:
+            raise InputError(f"tracked={tracked} exceeds sampled={S}")
         if self.schedule is not None:
             self._check_schedule(n)
         if isinstance(self.weights, tuple):
@@ -144,10 +129,7 @@ class Settings:
                     "give numbers nearer to 1"
                 )
         elif self.weights not in ("uniform", "size"):
-            raise InputError(
-                f"weights={shown(self.weights)} is not accepted; it must be 'uniform', 'size' or one number "
-                "per client"
-            )
+            raise not_accepted("weights", self.weights, WEIGHTS)
         K = self.steps(max(sizes))
         if K > LARGEST_COUNT:
             raise InputError(
@@ -166,33 +148,28 @@ class Settings:
             )
         if len(self.schedule) < self.rounds:
             raise InputError(f"rounds={self.rounds} exceeds the schedule's {len(self.schedule)} entries")
-        for t, (sampled, tracked) in enumerate(self.schedule, start=1):
-            if not sampled:
-                raise InputError(f"schedule of round {t} samples no client; each round needs at least one")
-            for name, ids in (("sampled", sampled), ("tracked", tracked)):
-                outside = [i for i in ids if not 0 <= i < n]
-                if outside:
-                    raise InputError(
-                        f"schedule of round {t}: {name} client {outside[0]} is not in 0..{n - 1}"
-                    )
+        for t, entry in enumerate(self.schedule, start=1):
+            where = f"schedule of round {t}"
+            if not entry.sampled:
+                raise InputError(f"{where} samples no client; each round needs at least one")
+            for name, ids in entry._asdict().items():
+                if outside := [i for i in ids if not 0 <= i < n]:
+                    raise InputError(f"{where}: {name} client {outside[0]} is not in 0..{n - 1}")
                 if len(set(ids)) != len(ids):
-                    raise InputError(f"schedule of round {t}: a client is {name} twice in {shown(list(ids))}")
-            extra = sorted(set(tracked) - set(sampled))
-            if extra:
-                raise InputError(f"schedule of round {t}: client {extra[0]} is tracked but not sampled")
+                    raise InputError(f"{where}: a client is {name} twice in {shown(list(ids))}")
+            if extra := sorted(set(entry.tracked) - set(entry.sampled)):
+                raise InputError(f"{where}: client {extra[0]} is tracked but not sampled")
 
     def _check_full_participation(self, n: int, sizes: Sequence[int], name: str) -> None:
-        partial = (
-            [t for t in range(1, self.rounds + 1) if any(len(ids) < n for ids in self.who(t, n))]
-            if self.schedule is not None
-            else [1] * ((self.sampled or n) < n or (n if self.tracked is None else self.tracked) < n)
-        )
-        if partial:
-            sampled, tracked = self.who(partial[0], n)
-            raise InputError(
-                f"{name} needs all {n} clients sampled and tracked in every round; "
-                f"round {partial[0]} has sampled={len(sampled)}, tracked={len(tracked)}"
-            )
+        draws = [self._numbers_drawn(n)]
+        if self.schedule is not None:
+            draws = [(len(sampled), len(tracked)) for sampled, tracked in self.schedule[: self.rounds]]
+        for t, (sampled, tracked) in enumerate(draws, start=1):
+            if (sampled, tracked) != (n, n):
+                raise InputError(
+                    f"{name} needs all {n} clients sampled and tracked in every round; "
+                    f"round {t} has sampled={sampled}, tracked={tracked}"
+                )
         if len({self.steps(int(size)) for size in sizes}) > 1:
             raise InputError(f"{name} needs the same number of local steps at every client; use local_steps")
         if self.weights != "uniform":
@@ -204,12 +181,19 @@ class Settings:
         """Return who takes part in round t."""
         if self.schedule is not None:
             return self.schedule[t - 1]
+        return draw(self.seed, t, n, *self._numbers_drawn(n))
+
+    def _numbers_drawn(self, n: int) -> tuple[int, int]:
+        """Return how many of n clients are sampled and tracked in a round."""
         S = n if self.sampled is None else self.sampled
-        return draw(self.seed, t, n, S, S if self.tracked is None else self.tracked)
+        return S, S if self.tracked is None else self.tracked
 
     def steps(self, samples: int) -> int:
-        """Return the number of local steps of a client with that many samples."""
-        return steps_of(samples, self.batch_size, self.local_steps, self.local_epochs)
+        """Return the number of local steps K of a client with that many samples."""
+        if self.local_steps is not None:
+            return self.local_steps
+        assert self.local_epochs is not None
+        return self.local_epochs * self.passes(samples)
 
     def passes(self, samples: int) -> int:
         """Return the number of steps that one pass over a client's data costs."""
@@ -222,25 +206,26 @@ class Settings:
         raw = np.asarray(sizes if self.weights == "size" else self.weights, dtype=np.float64)
         return [float(w) for w in raw * (len(raw) / raw.sum())]
 
-    def evaluates(self, t: int) -> bool:
-        """Whether round t is evaluated."""
-        return t % self.eval_every == 0 or t == self.rounds
-
     def batches(self, t: int, client: int, samples: int) -> Batches:
-        """Return the mini-batches of a client with that many samples in round t."""
-        return batches(self.seed, t, client, samples, self.batch_size, self.local_steps, self.local_epochs)
+        """Return the mini-batches of a client with that many samples in round t.
+
+        With ``local_steps`` the client reads its data in random orders, one after the other, until K full
+        batches are made. With ``local_epochs`` each epoch is a random order cut into batches, the last of
+        which may be smaller. A client with no more data than a batch uses all of it in every step, in the
+        order of its data.
+        """
+        K, B = self.steps(samples), self.batch_size
+        if B is None or samples <= B:
+            return Batches(K, samples, samples)
+        address, rest = (self.seed, t, client), samples % B
+        if self.local_epochs is None or not rest:
+            return Batches(K, B, samples, address)
+        return Batches(K, B, samples, address, period=K // self.local_epochs, last=rest)
 
     def to_json(self) -> dict[str, Any]:
-        """Return what determines the trajectory as plain data (not its length, nor how it is stored)."""
-        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in NOT_IDENTITY}
-        if self.schedule is not None:
-            plain["schedule"] = [[list(sampled), list(tracked)] for sampled, tracked in self.schedule]
-        if isinstance(self.weights, tuple):
-            plain["weights"] = list(self.weights)
-        return plain
-
-
-NOT_IDENTITY = ("rounds", "target", "checkpoint_every", "dtype")  # dtype: the identity has the model's own
+        """Return the settings that determine the run's numbers, as plain data (not how many rounds)."""
+        names = [field.name for field in fields(self) if field.name not in NOT_IDENTITY]
+        return {name: as_json(getattr(self, name)) for name in names}
 
 
 def _draws(schedule: Any) -> tuple[Draw, ...]:
@@ -262,6 +247,4 @@ def _weights(values: Any) -> tuple[float, ...]:
     try:
         return tuple(float(value) for value in values)
     except (TypeError, ValueError, OverflowError):
-        raise InputError(
-            f"weights={shown(values)} is not accepted; it must be 'uniform', 'size' or one number per client"
-        ) from None
+        raise not_accepted("weights", values, WEIGHTS) from None

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fadamgc.algorithm import AnyAlgorithm, Cohort
 from fadamgc.federation.functions import Buffers
 from fadamgc.tree import leaves, map_leaves
 
@@ -17,10 +16,8 @@ from fadamgc.tree import leaves, map_leaves
 class Sums:
     """Running sums over a round's clients: the algorithm's messages, local steps, losses and buffers.
 
-    Floating-point sums depend on the order, so clients are added in ascending order.
-
-    Args:
-        weights: weights of all clients, with mean 1; None if all are equal.
+    Floating-point sums depend on the order, so clients are added in ascending order. ``weights`` are those of
+    all clients, with mean 1; None if all are equal.
     """
 
     def __init__(self, weights: Sequence[float] | None = None) -> None:
@@ -49,20 +46,12 @@ class Sums:
             weighted = exact if weight == 1 else exact * weight
             self.buffers[name] = weighted + self.buffers[name] if name in self.buffers else weighted
 
-    def aggregate(self, algorithm: AnyAlgorithm, server: Any, n: int, t: int) -> Any:
-        """Return the server after round t; unchanged if no client was added."""
-        if self.up is None:
-            return server
-        return algorithm.aggregate(server, self.up, Cohort(n=n, S=self.S, K=self.steps / self.S, t=t))
-
     def mean_loss(self) -> float | None:
         """Return the mean over clients of the mean loss over local steps."""
         return float(torch.stack(self.losses).double().mean()) if self.losses else None
 
     def mean_buffers(self, before: Buffers) -> Buffers:
-        """Return the mean over clients, integers rounded; unchanged if no client was added."""
-        if self.up is None:
-            return before
+        """Return the mean of the buffers over clients, integers rounded."""
         mean = {name: value / self.S for name, value in self.buffers.items()}
         return {
             name: (mean[name] if value.is_floating_point() else mean[name].round()).to(value.dtype)

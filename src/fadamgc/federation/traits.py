@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from fadamgc.errors import InputError
-from fadamgc.runtime import seeded
+from fadamgc.errors import InputError, first_line
 from fadamgc.task import cast
 
 if TYPE_CHECKING:
@@ -21,10 +20,10 @@ log = logging.getLogger("fadamgc")
 
 
 def changing_buffers(module: nn.Module, inputs: Tensor) -> set[str]:
-    """Return the names of buffers that a forward pass in training mode changes.
+    """Return the names of the buffers that a forward pass in training mode changes.
 
-    All buffers of the same layer count, such as BatchNorm's statistics: some data leave one of them unchanged
-    by chance.
+    If it changes one buffer of a layer, all buffers of the layer count: some data leave one of BatchNorm's
+    statistics unchanged by chance.
     """
     before = {name: value.clone() for name, value in module.named_buffers()}
     if not before:
@@ -34,15 +33,6 @@ def changing_buffers(module: nn.Module, inputs: Tensor) -> set[str]:
         functional_call(module, after, (inputs.clone(),))
     owners = {name.rpartition(".")[0] for name, was in before.items() if not torch.equal(was, after[name])}
     return {name for name in before if name.rpartition(".")[0] in owners}
-
-
-def draws_random_numbers(functions: TaskFunctions) -> bool:
-    """Whether the model draws random numbers while it trains (dropout and the like)."""
-    inputs, targets = functions.sample
-    with seeded(0), torch.no_grad():
-        before = torch.get_rng_state()
-        functions.loss(functions.x0, functions.fresh_buffers(), inputs.clone(), targets)
-        return not torch.equal(before, torch.get_rng_state())
 
 
 def has_slow_blocks(module: nn.Module) -> bool:
@@ -58,12 +48,9 @@ def fits_channels_last(module: nn.Module) -> bool:
     and 4, torch 2.13 on a CPU) writes beyond its memory, and the process dies. 16 is on the safe side.
     """
     convolutions = [layer for layer in module.modules() if isinstance(layer, nn.Conv2d)]
-    narrow = [
-        layer
-        for layer in convolutions
-        if layer.kernel_size == (1, 1) and layer.stride != (1, 1) and layer.in_channels < 16
-    ]
-    return bool(convolutions) and not narrow
+    return bool(convolutions) and not any(
+        c.kernel_size == (1, 1) and c.stride != (1, 1) and c.in_channels < 16 for c in convolutions
+    )
 
 
 def check_batchable(functions: TaskFunctions) -> None:
@@ -79,15 +66,14 @@ def check_batchable(functions: TaskFunctions) -> None:
     try:
         vmap(grad(loss), randomness="error")(x, buffers, inputs, targets)
     except Exception as error:
-        reason = str(error).strip().splitlines()[0]
+        model = type(functions.task.model).__name__
         raise InputError(
-            f"executor='vectorized' cannot run model={type(functions.task.model).__name__}: {reason}; "
-            "use executor='loop'"
+            f"executor='vectorized' cannot run model={model}: {first_line(error)}; use executor='loop'"
         ) from error
 
 
 def is_samplewise(functions: TaskFunctions, clients: ClientTable) -> bool:
-    """Whether the loss of a batch is the mean of the losses of its samples, whatever the parameters.
+    """Whether the loss of a batch is the mean of the losses of its samples, for any parameters.
 
     Tried in float64 away from the initial model (where many losses agree by accident), by gradients, on
     samples that have all labels. In doubt the answer is no, which costs speed only.
@@ -100,17 +86,13 @@ def is_samplewise(functions: TaskFunctions, clients: ClientTable) -> bool:
     )
     fixed = {name: cast(value, torch.float64, functions.device) for name, value in functions.fixed.items()}
     random = torch.Generator().manual_seed(0)
-
-    def gradients(x: Tensor) -> tuple[Tensor, Tensor]:
-        whole = grad(lambda x: functions.loss(x, {}, inputs.clone(), targets, fixed))(x)
-        single = grad(lambda x: functions.sample_losses(x, {}, inputs.clone(), targets, fixed).mean())(x)
-        return whole, single
-
+    whole_gradient = grad(lambda x: functions.loss(x, {}, inputs.clone(), targets, fixed))
+    mean_gradient = grad(lambda x: functions.sample_losses(x, {}, inputs.clone(), targets, fixed).mean())
     try:
         for scale in (0.1, 0.5):
             noise = torch.randn(functions.flat.d, generator=random, dtype=torch.float64)
             x = functions.x0.double() + scale * noise.to(functions.device)
-            whole, single = gradients(x)
+            whole, single = whole_gradient(x), mean_gradient(x)
             if not torch.allclose(whole, single, rtol=1e-6, atol=1e-9 * float(whole.abs().max())):
                 return False
     except Exception as error:
@@ -136,6 +118,8 @@ def same_model(first: TaskFunctions, second: TaskFunctions, inputs: Tensor, targ
 
     Modules with the same description may still behave differently, which shows in their losses on a batch.
     """
+    if first is second:
+        return True
     same = (
         first.task.loss is second.task.loss
         and (first.flat, first.dtype, first.device) == (second.flat, second.dtype, second.device)

@@ -2,13 +2,13 @@
 
 In the folder:
 
-    checkpoint.json      settings, and which parts of the other files count, with digests; replaced last
+    checkpoint.json      settings, and which parts of the other files are valid, with digests; replaced last
     checkpoint.jsonl     one line per round, and per change of the clients' slots; only grows
     checkpoint-*         server, buffers and the initial client state
     states/states.bin    the clients' states, in slots; see ``file_states.py``
     .lock                locked from opening to the end of the run
 
-So a checkpoint writes only what has changed since the one before, however long the run is and however many
+So a checkpoint writes only what has changed since the last one, however long the run is and however many
 clients have taken part.
 """
 
@@ -16,30 +16,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 from fadamgc.algorithm import AnyAlgorithm
 from fadamgc.bundle import Journal, has_bundle, read_bundle, remove_other_tensors, write_bundle
 from fadamgc.errors import CheckpointError, CheckpointInUseError, OtherRunError, UnwritableError, shown, whole
+from fadamgc.federation import run as runs
 from fadamgc.federation.client_states import ClientStates
-from fadamgc.federation.run import (
-    NAME as RUN,
-)
-from fadamgc.federation.run import (
-    Record,
-    Run,
-    assembled,
-    client_count,
-    described,
-    find_algorithm,
-    read_run,
-    server_tensors,
-    sound,
-    unpack,
-    unpack_server,
-)
+from fadamgc.federation.run import Record, Run, sound
 from fadamgc.federation.settings import Settings
 from fadamgc.files import LOCK, as_json, lock, make_folder, remove_leftovers, unwritable
 from fadamgc.sim.file_states import FileStates, Slots
@@ -58,22 +44,14 @@ def load_run(path: str | Path, task: Task | None = None) -> Run:
         task: the task of the run, for ``run.model``.
     """
     folder = Path(path)
-    if has_bundle(folder, RUN) or not has_bundle(folder, NAME):
-        return read_run(folder, task)
-    checkpoint = Checkpoint(folder, writing=False)
-    try:
+    if has_bundle(folder, runs.NAME) or not has_bundle(folder, NAME):
+        return runs.read_run(folder, task)
+    with closing(Checkpoint(folder, writing=False)) as checkpoint:
         return dataclasses.replace(checkpoint.read(), task=task)
-    finally:
-        checkpoint.close()
 
 
 class Checkpoint:
-    """The checkpoint folder of one run, locked until ``close``.
-
-    Args:
-        folder: the folder.
-        writing: whether anything will be written; a folder that is only read may be read-only.
-    """
+    """The checkpoint folder of one run, locked until ``close``; without ``writing`` it may be read-only."""
 
     def __init__(self, folder: Path, writing: bool = True) -> None:
         folder = folder.absolute()  # the working directory may change
@@ -81,8 +59,8 @@ class Checkpoint:
         self.slots: Slots | None = None
         self._lock: ExitStack | None = None
         self._journal = Journal(folder / f"{NAME}.jsonl")
-        self._rounds = 0  # of the history that are in the journal
-        self._table: dict[int, int] = {}  # which slot is whose, in the last checkpoint
+        self._rounds = 0  # rounds of the history that are in the journal
+        self._table: dict[int, int] = {}  # the slot of each client in the last checkpoint
         if writing:
             make_folder(folder, private=True)
         try:
@@ -90,7 +68,7 @@ class Checkpoint:
         except UnwritableError:
             if writing:
                 raise
-            return  # nobody can write there, so no lock is needed
+            return  # nobody can write to the folder, so no lock is needed
         self._locked = _identity(folder / LOCK)
 
     def _check_lock(self) -> None:
@@ -102,7 +80,7 @@ class Checkpoint:
             )
 
     def close(self) -> None:
-        """Unlock the folder. States that are in it can be read until another run writes there."""
+        """Unlock the folder. The states in its file can be read until another run writes to it."""
         if self.slots is not None:
             self.slots.close()
         if self._lock is not None:
@@ -119,7 +97,7 @@ class Checkpoint:
                 f"{self.folder} already has a checkpoint; pass resume=True to resume from it, or give "
                 "another folder"
             )
-        saved = self.read(algorithm, identity["algorithm"], identity)
+        saved = self.read(algorithm, identity)
         remove_leftovers(self.folder, NAME)
         remove_other_tensors(self.folder, NAME, self._tensors)
         done = len(saved.history)
@@ -130,50 +108,39 @@ class Checkpoint:
             )
         if done and done < settings.rounds and done % settings.eval_every:
             # It was evaluated because it was the last round; a run without a stop has no evaluation there.
-            last = saved.history[-1]
-            saved.history[-1] = dataclasses.replace(
-                last, test_loss=None, test_accuracy=None, test_metric=None
-            )
+            none: dict[str, Any] = dict.fromkeys(("test_loss", "test_accuracy", "test_metric"))
+            saved.history[-1] = dataclasses.replace(saved.history[-1], **none)
             self._rounds = min(self._rounds, done - 1)
         return saved
 
-    def read(
-        self,
-        algorithm: AnyAlgorithm | None = None,
-        expected: str | None = None,
-        identity: Mapping[str, Any] | None = None,
-    ) -> Run:
-        """Read the checkpoint; one of another identity is refused before its states are read."""
+    def read(self, algorithm: AnyAlgorithm | None = None, identity: Mapping[str, Any] | None = None) -> Run:
+        """Read the checkpoint; with an algorithm and an identity, refuse one of another run."""
         body, tensors = read_bundle(self.folder, NAME, (1, FORMAT))
         self._tensors = body["tensors"]
-        if identity is not None:
-            with sound(self.folder, NAME):
-                self._compare(body["settings"], {"algorithm": identity["algorithm"]}, 0)
-        algorithm = find_algorithm(self.folder, body, algorithm, expected)
+        if identity is None:
+            algorithm = runs.find_algorithm(self.folder, body)
         with sound(self.folder, NAME):
-            old = body["format"] == 1
-            history = [Record.from_json(line) for line in body["history"]] if old else self._replay(body)
+            description = runs.description_of(body)
+            if old := body["format"] == 1:
+                history, slots = [Record.from_json(line) for line in body["history"]], body.get("slots")
+            else:
+                history, slots = self._replay(body["journal"])
             if identity is not None:
                 self._compare(body["settings"], identity, len(history))
-            server, initial, buffers = unpack_server(algorithm, tensors)
-            n = client_count(body)
-            clients: ClientStates
-            if not old:
-                clients = self._from_slots(n, initial, self._table_of(body))
-            elif body.get("slots") is None:
-                states = {i: unpack(f"client.{i}", initial, tensors) for i in map(int, body["participants"])}
-                clients = ClientStates(n, initial, states)
+            server, initial, buffers = runs.unpack_server(algorithm, tensors)
+            if slots is None:
+                clients = runs.unpack_clients(body, initial, tensors)
             else:
-                table = {int(i): (slot, crc) for i, (slot, crc) in body["slots"].items()}
-                clients = self._from_slots(n, initial, table)
-                clients.changed = set(table)  # the journal does not have them
-            run = assembled(body, algorithm, server, clients, buffers, history)
+                clients = self._from_slots(body["n"], initial, slots)
+                if old:
+                    clients.changed = set(clients.participants)  # the journal does not have them
             # Rounds may have had other prices before the run was resumed.
-            return dataclasses.replace(run, history=[record.priced(run.cost) for record in history])
+            history = [record.priced(description["cost"]) for record in history]
+            return Run(algorithm, server, clients, buffers, history, **description)
 
-    def new_slots(self, initial: Any) -> Slots:
-        """Make a new file for clients' states like the initial one."""
-        self.slots, self._table = Slots(initial, self.folder / STATES), {}
+    def open_slots(self, initial: Any, used: dict[int, int] | None = None) -> Slots:
+        """Open the file of the clients' states, with the slots in use; make a new file if that is None."""
+        self.slots = Slots(initial, self.folder / STATES, used, self.writing)
         self.slots.before_write = self._check_lock
         return self.slots
 
@@ -181,7 +148,7 @@ class Checkpoint:
         """Replace the checkpoint."""
         self._check_lock()
         clients = run.clients
-        slots = self.new_slots(clients.initial) if self.slots is None else self.slots
+        slots = self.open_slots(clients.initial) if self.slots is None else self.slots
         try:
             changed = {
                 i: clients.slot(i) if isinstance(clients, FileStates) else slots.put(clients[i])
@@ -195,8 +162,8 @@ class Checkpoint:
         except OSError as error:
             raise unwritable(self.folder, error) from error
         self._check_lock()
-        content = described(run) | {"journal": self._journal.mark()}
-        write_bundle(self.folder, NAME, content, server_tensors(run), format=FORMAT, private=True)
+        content = runs.described(run) | {"journal": self._journal.mark()}
+        write_bundle(self.folder, NAME, content, runs.server_tensors(run), format=FORMAT, private=True)
         if not isinstance(clients, FileStates):
             slots.free(self._table[i] for i in changed if i in self._table)
         slots.named(changed.values())
@@ -204,37 +171,33 @@ class Checkpoint:
         self._rounds = len(run.history)
         clients.changed.clear()
 
-    def _replay(self, body: Mapping[str, Any]) -> list[Record]:
-        """Return the history in the journal, and note the clients' slots for ``_table_of``."""
+    def _replay(self, mark: Any) -> tuple[list[Record], dict[str, Any]]:
+        """Return the history in the journal, and each client's slot with its checksum."""
         history: list[Record] = []
-        self._entries: dict[int, tuple[int, int]] = {}
-        for line in self._journal.read(body["journal"], self.folder / f"{NAME}.json"):
+        slots: dict[str, Any] = {}
+        for line in self._journal.read(mark, self.folder / f"{NAME}.json"):
             if "record" in line:
                 record = Record.from_json(line["record"])
-                del history[record.round - 1 :]  # a round that is there again replaces the earlier line
+                del history[record.round - 1 :]  # a later line of the same round replaces the earlier one
                 history.append(record)
                 if len(history) != record.round:
                     raise ValueError(f"round {record.round} follows round {len(history) - 1}")
             else:
-                for i, (slot, crc) in line["slots"].items():
-                    self._entries[int(i)] = whole("slot", slot, 0), whole("checksum", crc, 0)
+                slots.update(line["slots"])
         self._rounds = len(history)
-        return history
+        return history, slots
 
-    def _table_of(self, body: Mapping[str, Any]) -> dict[int, tuple[int, int]]:
-        for i in self._entries:
-            whole("client", i, 0, client_count(body) - 1)
-        return self._entries
-
-    def _from_slots(self, n: int, initial: Any, entries: Mapping[int, tuple[int, int]]) -> FileStates:
-        self._table = {i: slot for i, (slot, _) in entries.items()}
-        used = dict(entries.values())
-        if len(used) != len(entries):
+    def _from_slots(self, n: int, initial: Any, slots: Mapping[str, Any]) -> ClientStates:
+        """Open the file of states, whose slots and checksums are given for each client."""
+        used: dict[int, int] = {}
+        for i, (slot, crc) in slots.items():
+            self._table[whole("client", int(i), 0, n - 1)] = whole("slot", slot, 0)
+            used[slot] = whole("checksum", crc, 0)
+        if len(used) != len(slots):
             raise ValueError("two clients have the same slot")
-        self.slots = Slots(initial, self.folder / STATES, used, self.writing)
-        self.slots.before_write = self._check_lock
-        self.slots.check(self._table)
-        return FileStates(n, initial, self.slots, self._table)
+        opened = self.open_slots(initial, used)
+        opened.check(self._table)
+        return FileStates(n, initial, opened, self._table)
 
     def _compare(self, settings: Mapping[str, Any], identity: Mapping[str, Any], done: int) -> None:
         for key, here in identity.items():
@@ -246,12 +209,12 @@ class Checkpoint:
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Return which file a path leads to; None if there is none."""
+    """Return the device and number of the file at a path; None if there is none."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino
 
 
 def _without_none(value: Any) -> Any:
@@ -259,15 +222,15 @@ def _without_none(value: Any) -> Any:
     return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
 
 
-def _difference(folder: Path, key: str, there: Any, here: Any) -> str:
+def _difference(folder: Path, key: str, saved: Any, here: Any) -> str:
+    """Return the message for a setting that has another value in the checkpoint."""
     if isinstance(here, dict):
-        there = there if isinstance(there, dict) else {}
-        part = next(k for k in {**here, **there} if there.get(k) != here.get(k))
-        key, there, here = f"{key}.{part}", there.get(part), here.get(part)
+        saved = saved if isinstance(saved, dict) else {}
+        part = next(k for k in {**here, **saved} if saved.get(k) != here.get(k))
+        key, saved, here = f"{key}.{part}", saved.get(part), here.get(part)
+    name = key.removeprefix("fingerprint.")
     if key in ("fingerprint.data", "fingerprint.model"):
-        part = key.removeprefix("fingerprint.")
-        return f"{folder} is a checkpoint of another task: its {part} differs; give another folder"
-    key = key.removeprefix("fingerprint.")
+        return f"{folder} is a checkpoint of another task: its {name} differs; give another folder"
     if key == "schedule":
         return f"{folder} is a checkpoint of another run: its schedule differs in a round that is done"
-    return f"{folder} is a checkpoint of another run: {key}={shown(there)} there, {key}={shown(here)} here"
+    return f"{folder} is a checkpoint of another run: {name}={shown(saved)} there, {name}={shown(here)} here"

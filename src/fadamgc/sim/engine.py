@@ -3,38 +3,44 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import NoneType
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 
 from fadamgc.algorithm import AnyAlgorithm, stand_in
-from fadamgc.errors import CheckpointError, InputError, NonFiniteError, shown
+from fadamgc.errors import CheckpointError, InputError, NonFiniteError, listed, not_accepted, shown
 from fadamgc.federation.client_states import ClientStates
-from fadamgc.federation.cost import CostModel
+from fadamgc.federation.cost import CostModel, state_bytes
 from fadamgc.federation.functions import Buffers
 from fadamgc.federation.jobs import Job, Result
-from fadamgc.federation.run import Record, Run
+from fadamgc.federation.run import Record, Run, other_types
 from fadamgc.federation.sampling import Draw
 from fadamgc.federation.server import Federation, ServerState
 from fadamgc.federation.settings import Settings
 from fadamgc.federation.sums import all_finite
+from fadamgc.runtime import memory
 from fadamgc.sim.checkpoint import Checkpoint
-from fadamgc.sim.executors import EXECUTORS, ExecutorChoice, Workload
+from fadamgc.sim.executors.auto import EXECUTORS, ExecutorChoice
+from fadamgc.sim.executors.base import Workload
 from fadamgc.sim.executors.loop import first_nonfinite_step
-from fadamgc.sim.file_states import FileStates, Slots, too_large
+from fadamgc.sim.file_states import FileStates, Slots
 from fadamgc.sim.resources import Resources
 from fadamgc.task import Task
-from fadamgc.tree import leaves, map_leaves, names
+from fadamgc.tree import leaves, map_leaves
 
 log = logging.getLogger("fadamgc")
 
 
 class RoundEnd(NamedTuple):
-    """What a callback sees after each round; ``clients`` is live, so copy what you want to keep."""
+    """The argument of a callback after each round; later rounds change ``clients``, so copy what you keep."""
 
     record: Record
     server: Any
@@ -42,60 +48,76 @@ class RoundEnd(NamedTuple):
     buffers: Buffers
 
 
-class Engine:
-    """A simulation between rounds, and how it gets from one round to the next.
+Callback = Callable[[RoundEnd], object]
 
-    Args:
-        algorithm: the algorithm.
-        task: the task.
-        settings: how the run proceeds.
-        cost: how rounds are priced.
-        device: where to compute; None is where the model is.
-        executor: the name or the factory of an executor.
-        folder: folder of the checkpoint; None for none.
-        resume: whether to resume from the checkpoint if there is one.
-        states: where the clients' states are stored: "auto", "memory" or "files".
-        resources: functions, data and executors that other runs may share.
-    """
+
+@dataclass(frozen=True)
+class Options:
+    """How a run is executed, priced, watched and stored; see ``simulate`` for the meaning of each."""
+
+    cost: CostModel | None = None
+    device: str | torch.device | None = None
+    executor: ExecutorChoice = "auto"
+    states: Literal["auto", "memory", "files"] = "auto"
+    callbacks: Sequence[Callback] = ()
+    checkpoint: str | Path | None = None
+    resume: bool = False
+
+    def __post_init__(self) -> None:
+        if self.cost is not None and not isinstance(self.cost, CostModel):
+            raise InputError(f"cost={shown(self.cost)} is not a cost model; give a fadamgc.CostModel")
+        if not isinstance(self.states, str) or self.states not in ("auto", "memory", "files"):
+            raise not_accepted("states", self.states, "'auto', 'memory' or 'files'")
+        listed_callbacks = listed(self.callbacks)
+        callbacks = [self.callbacks] if listed_callbacks is None else listed_callbacks  # or a single function
+        if not all(map(callable, callbacks)):
+            raise InputError(f"callbacks={shown(self.callbacks)} are not functions of a RoundEnd")
+        object.__setattr__(self, "callbacks", tuple(callbacks))
+        check_flag("resume", self.resume)
+        if self.resume and self.checkpoint is None:
+            raise InputError("resume=True without checkpoint; name the folder to resume from")
+        if self.checkpoint is not None and not isinstance(self.checkpoint, (str, os.PathLike)):
+            raise not_accepted("checkpoint", self.checkpoint, "the path of a folder")
+
+
+def check_flag(name: str, value: object) -> None:
+    """Refuse a value that is neither true nor false."""
+    if not isinstance(value, (bool, int, np.bool_, NoneType)):
+        raise not_accepted(name, value, "True or False")
+
+
+class Engine:
+    """A simulation between rounds, and how it gets from one round to the next."""
 
     def __init__(
-        self,
-        algorithm: AnyAlgorithm,
-        task: Task,
-        settings: Settings,
-        cost: CostModel,
-        device: str | torch.device | None,
-        executor: ExecutorChoice,
-        folder: Path | None,
-        resume: bool,
-        states: str,
-        resources: Resources,
+        self, algorithm: AnyAlgorithm, task: Task, settings: Settings, options: Options, resources: Resources
     ) -> None:
-        self.algorithm, self.settings = algorithm, settings
-        self._task_parts = resources.task_parts(task, settings.dtype, device)
+        self.algorithm, self.settings, self.options = algorithm, settings, options
+        self._task_parts = resources.task_parts(task, settings.dtype, options.device)
         self.functions, self.data = self._task_parts.functions, self._task_parts.clients
         functions = self.functions
         if not all(map(all_finite, (functions.x0, *functions.buffers0.values()))):
             raise InputError(
                 "model has parameters or buffers that are not finite before round 1; initialise it"
             )
-        self.federation = Federation(algorithm, functions, len(self.data), settings, cost)
+        self.federation = Federation(algorithm, functions, len(self.data), settings, options.cost)
         self.federation.weights = settings.weight_of(self.data.size)
         self.workload = Workload.of(functions, self.data, algorithm, settings)
-        self._in_memory = self._fits_memory(states)
-        self.checkpoint = None if folder is None else Checkpoint(folder)
+        self._in_memory = options.states == "memory" or (options.states == "auto" and self._fits_memory())
+        self.checkpoint = None if options.checkpoint is None else Checkpoint(Path(options.checkpoint))
         self._saved_round = -1
         try:
-            self._open(resume, executor, resources)
+            self._open(resources)
         except BaseException:
             self.close()
             raise
 
-    # The state before the first round, or where the checkpoint is.
+    # The state before the first round, or that of the checkpoint.
 
-    def _open(self, resume: bool, executor: ExecutorChoice, resources: Resources) -> None:
-        saved, compiled = None, None
+    def _open(self, resources: Resources) -> None:
+        saved, compiled, executor = None, None, self.options.executor
         if self.checkpoint is not None:
+            resume = bool(self.options.resume)
             saved = self.checkpoint.resume(resume, self.identity(), self.algorithm, self.settings)
         if saved is not None:
             self._resume(saved)
@@ -103,19 +125,14 @@ class Engine:
                 executor = saved.settings["executor"]  # another executor might differ in the last bit
             compiled = saved.settings.get("compiled")  # and so might other code
         else:
-            self._start()
+            self.clients = self._client_states(self.algorithm.init_client(self.functions.x0))
+            if self.algorithm.init_gradient:
+                passes = [self.settings.passes(int(size)) for size in self.data.size]
+                self.federation.begin_with(self._first_gradients(), passes)
         self.executor = resources.executor(executor, self.workload, compiled)
         if callable(self.federation.task.metric):  # a metric that fails should fail now
-            state, seed = self.federation.state, self.settings.seed
-            self.functions.evaluate(state.server.x, state.buffers, seed, 0)
-
-    def _start(self) -> None:
-        """Set up server and clients before round 1."""
-        algo, x0, federation = self.algorithm, self.functions.x0, self.federation
-        self.clients = self._client_states(algo.init_client(x0))
-        if algo.init_gradient:
-            passes = [self.settings.passes(int(size)) for size in self.data.size]
-            federation.begin_with(self._first_gradients(), passes)
+            server, buffers = self.federation.state
+            self.functions.evaluate(server.x, buffers, self.settings.seed, 0)
 
     def _first_gradients(self) -> Iterator[torch.Tensor]:
         """Yield every client's gradient at the initial model, and set the client's state from it."""
@@ -131,56 +148,46 @@ class Engine:
     def _resume(self, saved: Run) -> None:
         """Take over the state of a saved run."""
         device, clients, federation = self.functions.device, saved.clients, self.federation
-        x0 = self.functions.x0
-        server = _to(saved.server, device)
-        g = x0 if self.algorithm.init_gradient else None
-        expected = {
-            "server": (server, self.algorithm.init_server(x0, g)),
-            "client": (clients.initial, self.algorithm.init_client(x0, g)),
-        }
-        for owner, (state, like) in expected.items():
-            for name, tensor, other in zip(names(like), leaves(state), leaves(like), strict=True):
-                if (tensor.dtype, tensor.shape) != (other.dtype, other.shape):
-                    raise CheckpointError(
-                        f"the checkpoint has a {owner}'s {name} of {tensor.dtype} {tuple(tensor.shape)}, "
-                        f"this version {other.dtype} {tuple(other.shape)}; start again in another folder"
-                    )
+        x0, algo = self.functions.x0, self.algorithm
+        server, initial = _to(saved.server, device), _to(clients.initial, device)
+        g = x0 if algo.init_gradient else None
+        servers, initials = (server, algo.init_server(x0, g)), (initial, algo.init_client(x0, g))
+        for owner, pair in {"server": servers, "client": initials}.items():
+            for name, tensor, other in other_types(*pair):
+                raise CheckpointError(
+                    f"the checkpoint has a {owner}'s {name} of {tensor.dtype} {tuple(tensor.shape)}, "
+                    f"this version {other.dtype} {tuple(other.shape)}; start again in another folder"
+                )
         if clients.n != len(self.data):
             raise CheckpointError(f"the checkpoint has n={clients.n} clients, the task has {len(self.data)}")
-        if isinstance(clients, FileStates):
-            clients.initial = clients.slots.like = _to(clients.initial, device)
-            self.clients = clients.in_memory() if self._in_memory else clients
-        else:  # of the first format, which had all states in one file of tensors
-            states = {i: _to(clients[i], device) for i in clients.participants}
-            self.clients = self._client_states(_to(clients.initial, device), states)
+        if isinstance(clients, FileStates) and not self._in_memory:
+            clients.initial = clients.slots.like = initial
+            self.clients = clients
+        else:
+            self.clients = self._client_states(initial)
+            for i in clients.participants:
+                self.clients.update({i: self.clients.stage(_to(clients[i], device))})
+            self.clients.changed = set(clients.changed)
         federation.state = ServerState(server, {n: v.to(device) for n, v in saved.buffers.items()})
         federation.history = saved.reprice(federation.cost).history
         federation.t = self._saved_round = len(saved.history)
 
-    def _fits_memory(self, states: str) -> bool:
-        """Whether the clients' states are stored in memory."""
-        if not isinstance(states, str) or states not in ("auto", "memory", "files"):
-            raise InputError(
-                f"states={shown(states)} is not accepted; it must be 'auto', 'memory' or 'files'"
-            )
-        if states != "auto":
-            return states == "memory"
+    def _fits_memory(self) -> bool:
+        """Whether the clients' states would take at most half of the memory."""
         load, algo, n = self.workload, self.algorithm, len(self.data)
         x = stand_in(self.functions.flat.d, self.functions.x0.dtype)
         participants = n if algo.init_gradient else min(n, load.rounds * load.sampled)
-        if not too_large(algo.init_client(x), participants):
+        needed, available = participants * state_bytes(algo.init_client(x)), memory()
+        if available is None or needed <= available / 2:
             return True
         log.info("states auto: files, because the states of %d clients would not fit in memory", participants)
         return False
 
-    def _client_states(self, initial: Any, states: Mapping[int, Any] | None = None) -> ClientStates:
+    def _client_states(self, initial: Any) -> ClientStates:
         if self._in_memory:
-            return ClientStates(len(self.data), initial, states)
-        slots = Slots(initial) if self.checkpoint is None else self.checkpoint.new_slots(initial)
-        clients = FileStates(len(self.data), initial, slots)
-        for i, state in (states or {}).items():
-            clients.update({i: clients.stage(state)})
-        return clients
+            return ClientStates(len(self.data), initial)
+        slots = Slots(initial) if self.checkpoint is None else self.checkpoint.open_slots(initial)
+        return FileStates(len(self.data), initial, slots)
 
     # A round.
 
@@ -192,6 +199,11 @@ class Engine:
     def over(self) -> bool:
         """Whether the last round or the target has been reached."""
         return self.federation.over()
+
+    def stops_after(self, end: RoundEnd) -> bool:
+        """Call all callbacks, and return whether one of them ends the run."""
+        answers = [callback(end) for callback in self.options.callbacks]
+        return any(isinstance(answer, (bool, np.bool_)) and bool(answer) for answer in answers)
 
     def begin(self) -> list[Job]:
         """Return the jobs of the next round."""
@@ -254,8 +266,8 @@ class Engine:
     def _check_left(self, t: int, jobs: Sequence[Job], dropped: Sequence[int]) -> None:
         """Refuse to continue if no update is left and more than half of all clients have been dropped.
 
-        Rounds count since the last one with a finite update. That many clients show that the model has
-        diverged, and not a single client.
+        Clients count that were dropped since the last round with a finite update. If they are that many, the
+        model has diverged, and not a single client.
         """
         if len(dropped) < len(jobs):
             return
@@ -266,18 +278,16 @@ class Engine:
             gone.update(record.dropped)
         log.warning("round %d: no update was finite; all %d clients were dropped", t, len(jobs))
         if 2 * len(gone) > n:
-            raise NonFiniteError(
-                None,
-                t,
-                None,
+            message = (
                 f"no client is left in round {t}: since the last finite update, those of {len(gone)} of "
-                f"{n} clients were not finite and were dropped; lower eta_l or eta_g",
+                f"{n} clients were not finite and were dropped; lower eta_l or eta_g"
             )
+            raise NonFiniteError(None, t, None, message)
 
     # The run so far.
 
     def identity(self) -> dict[str, Any]:
-        """Return what must be equal for one run to be the continuation of another."""
+        """Return the values that must be equal for one run to continue another."""
         if self.checkpoint is None:
             return self.federation.identity()
         return self.federation.identity() | {"fingerprint": self._task_parts.fingerprint}
@@ -285,8 +295,8 @@ class Engine:
     def result(self) -> Run:
         """Return the run so far."""
         compiled = bool(getattr(self.executor, "compiled", False))
-        executor = {"executor": self.executor.name, "compiled": compiled}
-        return self.federation.run(self.clients, self.identity() | executor)
+        described = {"executor": self.executor.name, "compiled": compiled}
+        return self.federation.run(self.clients, self.identity() | described)
 
     def write(self) -> None:
         """Write a checkpoint, if there is a folder for it and the last one is older than this round."""
@@ -318,4 +328,4 @@ def _is_finite(result: Result) -> bool:
 
 
 def _to(state: Any, device: torch.device) -> Any:
-    return map_leaves(lambda tensor: tensor.to(device), state)
+    return map_leaves(lambda tensor: tensor.to(device, copy=True), state)

@@ -16,8 +16,8 @@ import torch
 from fadamgc.bundle import tensor_bytes
 from fadamgc.errors import CheckpointError, UnwritableError
 from fadamgc.federation.client_states import ClientStates
+from fadamgc.federation.cost import state_bytes
 from fadamgc.files import private_folder, sync_folder
-from fadamgc.runtime import memory
 from fadamgc.tree import leaves, map_leaves, rebuild
 
 FILE = "states.bin"
@@ -28,32 +28,26 @@ class Slots:
     """Equal slots for states in one file.
 
     A slot is mapped into memory while its state is in use. A new state goes to a free slot, and a slot that
-    the last checkpoint names is not free, whoever has a newer state. So a round that fails leaves the old
-    states as they were, and a checkpoint only has to remember which slot is whose.
+    the last checkpoint names is not free, even if its client has a newer state. So a round that fails leaves
+    the old states as they were, and a checkpoint only has to store the slot of each client.
 
-    Args:
-        like: a state, for the types and shapes of its tensors.
-        folder: where the file is; None is a file without a name, which is removed with this object.
-        used: the slots in use, with their checksums, to resume with the file in the folder; None starts a
-            new file.
-        writing: False opens the file for reading only.
+    All states have the types and shapes of ``like``. ``used`` are the slots in use, with their checksums, to
+    resume with the file in the folder; None starts a new file. Without a folder, the file has no name and is
+    removed with this object. Without ``writing`` it is opened for reading only.
     """
 
     def __init__(
-        self,
-        like: Any,
-        folder: Path | None = None,
-        used: Mapping[int, int] | None = None,
-        writing: bool = True,
+        self, like: Any, folder: Path | None = None, used: dict[int, int] | None = None, writing: bool = True
     ) -> None:
         self.like, self.folder = like, folder
+        self.path = Path(tempfile.gettempdir() if folder is None else folder) / FILE  # for messages
         self.crc: dict[int, int] = dict(used or {})
-        self._size = _size(like)
+        self._size = state_bytes(like)
         self._slot = -(-self._size // PAGE) * PAGE
         self._file = _open(folder, new=used is None, writing=writing)
         weakref.finalize(self, os.close, self._file)
         self._end = max(self.crc, default=-1) + 1
-        if (self._end - 1) * self._slot + self._size > os.fstat(self._file).st_size and self.crc:
+        if self.crc and (self._end - 1) * self._slot + self._size > os.fstat(self._file).st_size:
             raise CheckpointError(f"{self.path} is damaged: it is too short for the states that were saved")
         self._free = sorted(set(range(self._end)) - self.crc.keys(), reverse=True) if self._slot else []
         self._named: set[int] = set(self.crc)  # by the last checkpoint
@@ -76,14 +70,13 @@ class Slots:
                     place, data = place + written, data[written:]
         except OSError as error:
             self._free.append(slot)
-            raise UnwritableError(
-                f"a client's state cannot be written to {self.path}: {error.strerror or error}"
-            ) from None
+            reason = error.strerror or error
+            raise UnwritableError(f"a client's state cannot be written to {self.path}: {reason}") from None
         self.crc[slot] = crc
         return slot
 
     def get(self, slot: int) -> Any:
-        """The state in a slot; its tensors are copies on write, so changing them does not change the file."""
+        """Return the state in a slot. Changing its tensors does not change the file (copy on write)."""
         if not self._size:  # an algorithm whose clients keep nothing
             return self.like
         state = self._mapped(slot)
@@ -107,7 +100,7 @@ class Slots:
                 self._free.append(slot)
 
     def expect(self, slots: Iterable[int]) -> None:
-        """Tell the system to read these slots in the background."""
+        """Ask the operating system to read these slots in the background."""
         if hasattr(os, "posix_fadvise"):
             for slot in slots:
                 os.posix_fadvise(self._file, slot * self._slot, self._slot, os.POSIX_FADV_WILLNEED)
@@ -119,7 +112,7 @@ class Slots:
             sync_folder(self.folder)
 
     def named(self, slots: Iterable[int]) -> None:
-        """Note that a checkpoint names these slots, and all others that were not freed."""
+        """Note that a checkpoint names these slots, and all other slots that were not freed."""
         self._named.update(slots)
         self._named -= self._released
         self._free.extend(self._released)
@@ -138,11 +131,6 @@ class Slots:
                     "saved; start again in another folder"
                 )
 
-    @property
-    def path(self) -> Path:
-        """The file, for messages."""
-        return Path(tempfile.gettempdir() if self.folder is None else self.folder) / FILE
-
     def _mapped(self, slot: int) -> Any:
         try:
             mapped = mmap.mmap(self._file, self._size, access=mmap.ACCESS_COPY, offset=slot * self._slot)
@@ -153,12 +141,12 @@ class Slots:
             count = like.numel()
             tensor = torch.frombuffer(mapped, dtype=like.dtype, count=count, offset=at) if count else like
             fields.append(tensor.view(like.shape).to(like.device))
-            at += count * like.element_size()
+            at += like.nbytes
         return rebuild(self.like, fields)
 
 
 def _open(folder: Path | None, new: bool, writing: bool) -> int:
-    """Open the file of slots; a new one is another file, also where there is an old one."""
+    """Open the file of slots; a new file replaces an old one, which stays as it is for those who read it."""
     try:
         if folder is None:
             with tempfile.TemporaryFile(prefix="fadamgc-states-") as file:
@@ -176,23 +164,12 @@ def _open(folder: Path | None, new: bool, writing: bool) -> int:
     except FileNotFoundError:
         raise CheckpointError(f"{folder}/{FILE}, the clients' states, does not exist") from None
     except OSError as error:
-        place = tempfile.gettempdir() if folder is None else folder
-        raise CheckpointError(
-            f"the clients' states in {place} cannot be opened: {error.strerror or error}"
-        ) from None
+        place, reason = folder or tempfile.gettempdir(), error.strerror or error
+        raise CheckpointError(f"the clients' states in {place} cannot be opened: {reason}") from None
 
 
 class FileStates(ClientStates):
-    """The states of all n clients, in slots of a file.
-
-    Args:
-        n: clients.
-        initial: the state of a client that has never taken part.
-        slots: the file.
-        table: which slot is whose, to resume with states that are in the file.
-    """
-
-    in_file = True
+    """The states of all n clients, in slots of a file; ``table`` has the slots of states to resume with."""
 
     def __init__(self, n: int, initial: Any, slots: Slots, table: Mapping[int, int] | None = None) -> None:
         super().__init__(n, initial, table)
@@ -214,25 +191,17 @@ class FileStates(ClientStates):
         self.slots.free(staged)
 
     def expect(self, clients: Iterable[int]) -> None:
-        """Tell the system to read these states in the background."""
+        """Ask the operating system to read the states of these clients in the background."""
         self.slots.expect({self._states[i] for i in clients if i in self._states})
 
     def slot(self, client: int) -> int:
         """Return the slot of a client that has taken part."""
-        slot: int = self._states[client]
-        return slot
-
-    def in_memory(self) -> ClientStates:
-        """The same states, in memory; none of them counts as changed."""
-        states = {i: map_leaves(torch.clone, self[i]) for i in self.participants}
-        copy = ClientStates(self.n, self.initial, states)
-        copy.changed = set(self.changed)
-        return copy
+        return int(self._states[client])
 
     def __reduce__(self) -> Any:
         # The file belongs to this process; another process gets a copy of the states.
-        copy = self.in_memory()
-        return ClientStates, (copy.n, copy.initial, copy._states)
+        states = {i: map_leaves(torch.clone, self[i]) for i in self.participants}
+        return ClientStates, (self.n, self.initial, states)
 
     def _read(self, stored: int) -> Any:
         return self.slots.get(stored)
@@ -243,16 +212,3 @@ def _checksum(state: Any) -> int:
     for tensor in leaves(state):
         crc = zlib.crc32(tensor_bytes(tensor), crc)
     return crc
-
-
-def _size(state: Any) -> int:
-    return sum(int(t.numel()) * int(t.element_size()) for t in leaves(state))
-
-
-def too_large(initial: Any, clients: int) -> bool:
-    """Whether the states of that many clients would take more than half of the memory.
-
-    A checkpoint needs no additional memory: it writes one state after the other.
-    """
-    available = memory()
-    return available is not None and clients * _size(initial) > available / 2

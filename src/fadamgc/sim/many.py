@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
-from itertools import pairwise
+from itertools import pairwise, repeat
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from fadamgc.errors import FadamgcError, InputError, NonFiniteError, listed, nearest, reason, shown, whole
+from fadamgc.errors import InputError, NonFiniteError, listed, nearest, not_accepted, reason, shown, whole
 from fadamgc.federation.run import Run
+from fadamgc.sim.engine import Engine
 from fadamgc.sim.executors import VectorizedExecutor
 from fadamgc.sim.progress import progress_bar
 from fadamgc.sim.resources import Resources
-from fadamgc.sim.simulate import ARGUMENTS, StartedRun, start_from
+from fadamgc.sim.simulate import ARGUMENTS, start_from
 
 Ending = Run | NonFiniteError
 IN_MEMORY = 64  # runs that are in memory together
@@ -62,7 +63,7 @@ def simulate_many(
     """
     whole("workers", workers, 1)
     if not isinstance(errors, str) or errors not in ("raise", "return"):
-        raise InputError(f"errors={shown(errors)} is not accepted; it must be 'raise' or 'return'")
+        raise not_accepted("errors", errors, "'raise' or 'return'")
     if (listed_runs := listed(runs)) is None:
         raise InputError(f"runs={shown(runs)} is not accepted; give a list of dicts of arguments of simulate")
     arguments = [_arguments(i, run, common) for i, run in enumerate(listed_runs)]
@@ -74,7 +75,7 @@ def simulate_many(
 
 
 def _arguments(i: int, run: Any, common: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of one run, those that all runs share included."""
+    """Return the arguments of one run, including those that all runs share."""
     if not isinstance(run, Mapping):
         raise InputError(f"runs[{i}]={shown(run)} is not accepted; give a dict of arguments of simulate")
     arguments = {**common, **run}
@@ -115,8 +116,7 @@ def _in_processes(runs: list[dict[str, Any]], errors: str, count: int) -> list[A
             f"workers={count} needs runs that can be pickled; use workers=1: {reason(error)}"
         ) from error
     with ProcessPoolExecutor(count, get_context("spawn")) as pool:
-        futures = [pool.submit(_run_part, part, errors) for part in parts]
-        return [run for future in futures for run in pickle.loads(future.result())]
+        return [run for done in pool.map(_run_part, parts, repeat(errors)) for run in pickle.loads(done)]
 
 
 def _run_part(part: bytes, errors: str) -> bytes:
@@ -133,81 +133,73 @@ def _in_this_process(runs: list[dict[str, Any]], errors: str, progress: bool) ->
                 started = []
                 for arguments in runs[first : first + IN_MEMORY]:
                     started.append(start_from(arguments, resources))
-                    stack.callback(started[-1].engine.close)
+                    stack.callback(started[-1].close)
                 endings += run_together(started, progress)
-            failed = [ending for ending in endings if isinstance(ending, FadamgcError)]
-            if failed and errors == "raise":
-                raise failed[0]
+            for ending in endings:
+                if isinstance(ending, NonFiniteError) and errors == "raise":
+                    raise ending
     return endings
 
 
 def run_together(
-    started: Sequence[StartedRun],
+    started: Sequence[Engine],
     progress: bool = False,
     finished: Callable[[int, Ending], None] | None = None,
 ) -> list[Ending]:
-    """Run several runs to their ends, round by round together where they share a vectorized executor.
+    """Run several runs to their ends, round by round together if they share a vectorized executor.
 
     ``finished`` is called with the number of a run and its ending as soon as it has ended.
     """
     endings: dict[int, Ending] = {}
 
-    def end(i: int, ending: Ending | None = None) -> None:
-        engine = started[i].engine
-        if ending is None:
+    def end(i: int, error: NonFiniteError | None = None) -> None:
+        engine = started[i]
+        if error is None:
             engine.write()
-            ending = engine.result()
-        endings[i] = ending
+        endings[i] = engine.result() if error is None else error
         engine.close()
         if finished is not None:
-            finished(i, ending)
+            finished(i, endings[i])
 
     teams: dict[int, list[int]] = {}
     for i, run in enumerate(started):
-        executor = run.engine.executor
+        executor = run.executor
         teams.setdefault(id(executor) if isinstance(executor, VectorizedExecutor) else -i - 1, []).append(i)
-    total = sum(run.engine.settings.rounds for run in started)
-    done = sum(run.engine.t for run in started)
+    total = sum(run.settings.rounds for run in started)
+    done = sum(run.t for run in started)
     with progress_bar(progress, f"{len(started)} runs", total, done) as show:
         for team in teams.values():
-            active = list(team)
-            while active:
-                for i in [i for i in active if started[i].engine.over()]:
-                    active.remove(i)
-                    end(i)
-                for i, outcome in _round(started, active):
+            while active := [i for i in team if i not in endings]:
+                for i in active:
+                    if started[i].over():
+                        end(i)
+                for i, outcome in _round(started, [i for i in active if i not in endings]):
                     if isinstance(outcome, NonFiniteError):
-                        active.remove(i)
                         end(i, outcome)
                         continue
                     done += 1
                     show(outcome, done)
                     if outcome is None:
-                        active.remove(i)
                         end(i)
     return [endings[i] for i in range(len(started))]
 
 
-def _round(started: Sequence[StartedRun], active: list[int]) -> list[tuple[int, Any]]:
-    """Run one round of each active run; return a record, an error, or None where a callback ended the run."""
-    if not active:
-        return []
-    jobs = {i: started[i].engine.begin() for i in active}
-    executor = started[active[0]].engine.executor
+def _round(started: Sequence[Engine], active: list[int]) -> Iterator[tuple[int, Any]]:
+    """Run one round of each active run; yield a record, an error, or None if a callback ended the run."""
+    jobs = {i: started[i].begin() for i in active}
+    results: dict[int, Any] = {i: [] for i in active}
     if len(active) == 1:
-        results = {active[0]: executor.run(jobs[active[0]])}
-    else:
+        (i,) = active
+        results[i] = started[i].executor.run(jobs[i])
+    elif active:
         owner = {id(job): i for i, run_jobs in jobs.items() for job in run_jobs}
-        collected: dict[int, list[Any]] = {i: [] for i in active}
-        for result in executor.run([job for run_jobs in jobs.values() for job in run_jobs]):
-            collected[owner[id(result.job)]].append(result)
-        results = {i: iter(run_results) for i, run_results in collected.items()}
-    outcomes: list[tuple[int, Any]] = []
+        all_jobs = [job for run_jobs in jobs.values() for job in run_jobs]
+        for result in started[active[0]].executor.run(all_jobs):
+            results[owner[id(result.job)]].append(result)
     for i in active:
         try:
-            end = started[i].engine.end(jobs[i], results[i])
+            end = started[i].end(jobs[i], results[i])
         except NonFiniteError as error:
-            outcomes.append((i, error))
-            continue
-        outcomes.append((i, None if started[i].stops_after(end) else end.record))
-    return outcomes
+            yield i, error
+        else:
+            yield i, None if started[i].stops_after(end) else end.record

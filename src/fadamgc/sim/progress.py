@@ -1,4 +1,4 @@
-"""A progress bar for a single run."""
+"""A progress bar for one or more runs."""
 
 from __future__ import annotations
 
@@ -18,15 +18,10 @@ def progress_bar(show: bool, label: str, rounds: int, done: int) -> Iterator[Adv
     """Show a progress bar on stderr if that is a terminal; yield a function to call after each round."""
     console = Console(stderr=True)
     if not show or not (console.is_terminal or console.is_jupyter):
-        yield _nothing
+        yield lambda *_: None
         return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[metric]}"),
-        TimeRemainingColumn(),
-    )
+    label_column, metric_column = TextColumn("{task.description}"), TextColumn("{task.fields[metric]}")
+    columns = label_column, BarColumn(), MofNCompleteColumn(), metric_column, TimeRemainingColumn()
     with Progress(*columns, console=console, transient=True) as bar:
         item = bar.add_task(label, total=rounds, completed=done, metric="")
 
@@ -36,7 +31,3 @@ def progress_bar(show: bool, label: str, rounds: int, done: int) -> Iterator[Adv
                 bar.update(item, completed=record.round if done is None else done, metric=shown)
 
         yield advance
-
-
-def _nothing(_: Record | None, done: int | None = None) -> None:
-    pass

@@ -1,18 +1,22 @@
-"""What several runs in one process can share: a task's functions and data, and executors."""
+"""Resources that several runs in one process share: a task's functions and data, and executors."""
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from fadamgc.bundle import tensor_bytes
 from fadamgc.federation.client_data import ClientTable
 from fadamgc.federation.functions import TaskFunctions
 from fadamgc.federation.traits import same_model
-from fadamgc.sim.executors import Executor, ExecutorChoice, Workload, make_executor
-from fadamgc.sim.fingerprint import fingerprint
+from fadamgc.runtime import seeded
+from fadamgc.sim.executors.auto import ExecutorChoice, make_executor
+from fadamgc.sim.executors.base import Executor, Workload
 from fadamgc.task import Task
 
 
@@ -25,16 +29,40 @@ class TaskParts:
 
     @cached_property
     def fingerprint(self) -> dict[str, str]:
-        """Digests by which a checkpoint recognises the task."""
-        return fingerprint(self.functions, self.clients)
+        """Digests of data and model, loss and metric, by which a checkpoint recognises the task."""
+        f, clients, task = self.functions, self.clients, self.functions.task
+        data = [clients.inputs, clients.targets, torch.from_numpy(clients.size), *(f.test or ())]
+        model = [f.x0, *f.buffers0.values(), *f.fixed.values()]
+        layout = repr((f.flat, list(f.buffers0), list(f.fixed), f.module))
+        with seeded(0), torch.no_grad():
+            rows = torch.linspace(0, len(clients.inputs) - 1, min(64, len(clients.inputs))).long()
+            loss = f.loss(f.x0, f.fresh_buffers(), clients.inputs[rows], clients.targets[rows])
+        return {
+            "data": _digest(data),
+            "model": _digest(model, layout),
+            "loss": f"{_name(task.loss)}, {float(loss):.4g} at the start",
+            "metric": f"{task.metric if isinstance(task.metric, str) else _name(task.metric)}, {task.goal}",
+        }
+
+
+def _name(function: object) -> str:
+    return str(getattr(function, "__qualname__", type(function).__qualname__))
+
+
+def _digest(tensors: list[Tensor], text: str = "") -> str:
+    sha = hashlib.sha256(text.encode())
+    for tensor in tensors:
+        sha.update(repr((tuple(tensor.shape), tensor.dtype)).encode())
+        sha.update(tensor_bytes(tensor))
+    return sha.hexdigest()
 
 
 class Resources:
-    """Makes functions, data tables and executors for runs, and gives equal runs the same ones."""
+    """Makes functions, data tables and executors for runs; equal runs share them."""
 
     def __init__(self) -> None:
         self._tasks: list[tuple[Task, Any, TaskParts]] = []
-        self._executors: list[tuple[Any, TaskParts, Executor]] = []
+        self._executors: list[tuple[Any, Workload, Executor]] = []
 
     def task_parts(
         self, task: Task, dtype: torch.dtype | None, device: str | torch.device | None
@@ -50,17 +78,11 @@ class Resources:
 
     def executor(self, choice: ExecutorChoice, workload: Workload, compiled: bool | None) -> Executor:
         """Return the executor of an equal workload on a task with the same model, or a new one."""
-        parts = TaskParts(workload.functions, workload.clients)
         kind = (choice, type(workload.algorithm), workload[3:], compiled)
-        for cached_kind, cached_parts, executor in self._executors:
-            if cached_kind == kind and self._same(cached_parts, parts):
+        for cached_kind, other, executor in self._executors:
+            batch = other.clients.inputs[:8], other.clients.targets[:8]
+            if cached_kind == kind and same_model(other.functions, workload.functions, *batch):
                 return executor
         executor = make_executor(choice, workload, compiled)
-        self._executors.append((kind, parts, executor))
+        self._executors.append((kind, workload, executor))
         return executor
-
-    def _same(self, first: TaskParts, second: TaskParts) -> bool:
-        if first.functions is second.functions:
-            return True
-        table = first.clients
-        return same_model(first.functions, second.functions, table.inputs[:8], table.targets[:8])

@@ -1,30 +1,25 @@
-"""The front door: ``simulate``."""
+"""``simulate``: the function that runs a simulation."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
-from types import NoneType
 from typing import Any, Literal
 
-import numpy as np
 import torch
 
 from fadamgc.algorithm import Algorithm, AnyAlgorithm
-from fadamgc.errors import InputError, listed, shown
+from fadamgc.errors import InputError, shown
 from fadamgc.federation.cost import CostModel
 from fadamgc.federation.run import Run
 from fadamgc.federation.settings import Settings
-from fadamgc.sim.engine import Engine, RoundEnd
-from fadamgc.sim.executors import ExecutorChoice
+from fadamgc.sim.engine import Callback, Engine, Options, check_flag
+from fadamgc.sim.executors.auto import ExecutorChoice
 from fadamgc.sim.progress import progress_bar
 from fadamgc.sim.resources import Resources
 from fadamgc.task import Task
-
-Callback = Callable[[RoundEnd], object]
 
 
 def simulate(
@@ -121,96 +116,36 @@ def simulate(
         dtype=dtype,
     )
     options = Options(cost, device, executor, states, callbacks, checkpoint, resume)
-    _check_flag("progress", progress)
+    check_flag("progress", progress)
     with torch.inference_mode(False), ExitStack() as stack:
-        run = start(algorithm, task, settings, options, Resources())
-        stack.callback(run.engine.close)
-        engine, label = run.engine, f"{algorithm.title} on {task.name}"
-        with progress_bar(progress, label, settings.rounds, engine.t) as advance:
+        engine = start(algorithm, task, settings, options, Resources())
+        stack.callback(engine.close)
+        label = f"{algorithm.title} on {task.name}"
+        with progress_bar(progress, label, engine.settings.rounds, engine.t) as advance:
             while not engine.over():
                 jobs = engine.begin()
                 end = engine.end(jobs, engine.executor.run(jobs))
                 advance(end.record)
-                if run.stops_after(end):
+                if engine.stops_after(end):
                     break
         engine.write()
         return engine.result()
 
 
-@dataclass(frozen=True)
-class Options:
-    """How a run is executed, priced, watched and stored; see ``simulate`` for the meaning of each."""
-
-    cost: CostModel | None = None
-    device: str | torch.device | None = None
-    executor: ExecutorChoice = "auto"
-    states: Literal["auto", "memory", "files"] = "auto"
-    callbacks: Sequence[Callback] | Callback = ()
-    checkpoint: str | Path | None = None
-    resume: bool = False
-
-    def check(self) -> None:
-        """Refuse values of the wrong kind."""
-        if self.cost is not None and not isinstance(self.cost, CostModel):
-            raise InputError(f"cost={shown(self.cost)} is not a cost model; give a fadamgc.CostModel")
-        if not all(map(callable, self.callback_list())):
-            raise InputError(f"callbacks={shown(self.callbacks)} are not functions of a RoundEnd")
-        _check_flag("resume", self.resume)
-        if self.resume and self.checkpoint is None:
-            raise InputError("resume=True without checkpoint; name the folder to resume from")
-        if self.checkpoint is not None and not isinstance(self.checkpoint, (str, os.PathLike)):
-            raise InputError(
-                f"checkpoint={shown(self.checkpoint)} is not accepted; it must be the path of a folder"
-            )
-
-    def callback_list(self) -> list[Any]:
-        """Return the callbacks; a single function counts as a list of one."""
-        callbacks = listed(self.callbacks)
-        return [self.callbacks] if callbacks is None else callbacks
-
-
-@dataclass(frozen=True)
-class StartedRun:
-    """A run before its next round."""
-
-    engine: Engine
-    callbacks: Sequence[Callback]
-
-    def stops_after(self, end: RoundEnd) -> bool:
-        """Call all callbacks, and return whether one of them ends the run."""
-        answers = [callback(end) for callback in self.callbacks]
-        return any(isinstance(answer, (bool, np.bool_)) and bool(answer) for answer in answers)
-
-
 def start(
     algorithm: AnyAlgorithm, task: Task, settings: Settings, options: Options, resources: Resources
-) -> StartedRun:
-    """Check everything, and return the run before its first round or where its checkpoint is."""
+) -> Engine:
+    """Check everything; return the run before round 1, or as its checkpoint saved it."""
     if not isinstance(algorithm, Algorithm):
         raise InputError(
             f"algorithm={shown(algorithm)} is not an algorithm; give one such as fadamgc.FAdamGC()"
         )
     if not isinstance(task, Task):
         raise InputError(f"task={type(task).__name__} is not a task; give a fadamgc.Task")
-    options.check()
     if settings.target is not None and task.test is None:
         raise InputError(f"target={shown(settings.target)} without test data; give the task a test set")
     settings.check(task.n, [len(x) for x, _ in task.pairs], algorithm)
-    cost = options.cost or CostModel()
-    cost.check(task.n)
-    engine = Engine(
-        algorithm,
-        task,
-        settings,
-        cost,
-        options.device,
-        options.executor,
-        None if options.checkpoint is None else Path(options.checkpoint),
-        bool(options.resume),
-        options.states,
-        resources,
-    )
-    return StartedRun(engine, options.callback_list())
+    return Engine(algorithm, task, settings, options, resources)
 
 
 SETTINGS = tuple(field.name for field in fields(Settings))
@@ -219,13 +154,8 @@ ARGUMENTS = ("algorithm", "task", *SETTINGS, *OPTIONS)
 """The arguments of ``simulate`` that belong to a run (all except ``progress``)."""
 
 
-def start_from(arguments: Mapping[str, Any], resources: Resources) -> StartedRun:
+def start_from(arguments: Mapping[str, Any], resources: Resources) -> Engine:
     """Start the run that ``simulate(**arguments)`` would run."""
     settings = Settings.of(**{name: value for name, value in arguments.items() if name in SETTINGS})
     options = Options(**{name: value for name, value in arguments.items() if name in OPTIONS})
     return start(arguments["algorithm"], arguments["task"], settings, options, resources)
-
-
-def _check_flag(name: str, value: object) -> None:
-    if not isinstance(value, (bool, int, np.bool_, NoneType)):
-        raise InputError(f"{name}={shown(value)} is not accepted; it must be True or False")

@@ -208,7 +208,9 @@ def test_machine_code_does_what_the_graph_does_whatever_the_parts(compiled_step,
     assert isinstance(code, native.NativeCode)
     rate, state, series = torch.tensor(0.5), torch.randn(8, 3), torch.randn(5, 8, 3)
     slow, quick = state.clone(), state.clone()
-    native.Code(step).repeat([rate], [slow], [series], parts=4)
+    for first in range(0, 8, 2):
+        for entry in series:
+            step(rate, slow[first : first + 2], entry[first : first + 2])
     code.repeat([rate], [quick], [series], parts=4)
     assert torch.allclose(slow, quick)
     assert not torch.allclose(slow, state)
@@ -267,7 +269,7 @@ from fadamgc.sim.executors.machine_code import compiled
 from test_executors import record, step_with_series
 step, arguments = step_with_series()
 code = compiled(record(step, arguments), arguments)
-assert code.machine
+assert code is not None
 assert "torch._inductor.compile_fx" not in sys.modules
 """
     paths = [str(Path(fadamgc.__file__).parents[1]), str(TESTS), str(Path(__file__).parent)]
@@ -293,7 +295,7 @@ def test_tensors_in_a_graph_are_arguments_of_its_code(tmp_path, monkeypatch):
         graph = record(step_with(weight), arguments)
         assert any(node.op == "get_attr" for node in graph.graph.nodes)
         codes.append(compiled(graph, arguments))
-        assert codes[-1].machine
+        assert codes[-1] is not None
     assert len(native._codes) == 1
     for code, expected in zip(codes, ([2.0, 3, 4], [5.0, 6, 7]), strict=True):
         state = torch.ones(4, 3)
@@ -322,7 +324,7 @@ def test_damaged_code_on_disk_is_compiled_again(compiled_step, tmp_path, monkeyp
     monkeypatch.setattr(native, "_codes", {})
     step, arguments = step_with_series()
     code = compiled(record(step, arguments), arguments)
-    assert code.machine
+    assert code is not None
     assert len(without_gcc) == 1
     assert file.read_bytes() == kept.read_bytes()
 
@@ -358,12 +360,12 @@ OTHERS = pytest.mark.skipif(
 )
 def test_code_that_others_own_or_can_write_is_not_loaded(planted_code, monkeypatch, caplog, spoil):
     step, arguments = step_with_series()
-    monkeypatch.setattr(native, "_compile", lambda graph, *_: native.Code(graph))
-    assert compiled(record(step, arguments), arguments).machine
+    monkeypatch.setattr(native, "_compile", lambda *_: None)
+    assert compiled(record(step, arguments), arguments) is not None
     spoil(planted_code)
     monkeypatch.setattr(native, "_codes", {})
     with caplog.at_level(logging.INFO, "fadamgc"):
-        assert not compiled(record(step, arguments), arguments).machine
+        assert compiled(record(step, arguments), arguments) is None
     assert str(planted_code.parent.parent) in caplog.text
 
 
@@ -372,17 +374,17 @@ def test_code_is_loaded_from_a_folder_that_cannot_be_written(planted_code, monke
     step, arguments = step_with_series()
     monkeypatch.setattr(native, "_compile", lambda *_: pytest.fail("compiled again"))
     monkeypatch.setattr(os, "access", lambda *_: False)
-    assert compiled(record(step, arguments), arguments).machine
+    assert compiled(record(step, arguments), arguments) is not None
 
 
 @needs_compiler
 def test_the_code_of_another_graph_is_not_loaded(planted_code, monkeypatch):
     step, _ = step_with_series()
-    monkeypatch.setattr(native, "_compile", lambda graph, *_: native.Code(graph))
+    monkeypatch.setattr(native, "_compile", lambda *_: None)
     other = [torch.tensor(0.5), torch.zeros(2, 4), torch.ones(2, 4)]
     key = native._key(record(step, other), other)
     planted_code.rename(planted_code.with_stem(key))
-    assert not compiled(record(step, other), other).machine
+    assert compiled(record(step, other), other) is None
 
 
 @needs_compiler
@@ -426,7 +428,7 @@ def test_torch_does_not_compile_in_a_folder_that_others_made(tmp_path, monkeypat
     monkeypatch.setattr(native, "_build", build)
 
     step, arguments = step_with_series()
-    assert compiled(record(step, arguments), arguments).machine
+    assert compiled(record(step, arguments), arguments) is not None
     assert not list(theirs.iterdir())
     assert modes == [0o700, 0o700]
     assert os.environ[native.TORCH_FOLDER] == str(tmp_path / "cache" / "code" / "torch")
@@ -446,7 +448,7 @@ def test_code_is_compiled_also_where_it_cannot_be_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("FADAMGC_CACHE", str(tmp_path / "file"))
     monkeypatch.setattr(native, "_codes", {})
     step, arguments = step_with_series()
-    assert compiled(record(step, arguments), arguments).machine
+    assert compiled(record(step, arguments), arguments) is not None
 
 
 def other_class(source):
@@ -480,13 +482,11 @@ def test_source_of_a_compiler_that_works_differently_is_not_used(
     step, arguments = step_with_series()
     with caplog.at_level(logging.WARNING, "fadamgc"):
         code = compiled(record(step, arguments), arguments)
-    assert not code.machine
+    assert code is None
     monkeypatch.setattr(native, "_compile", lambda *_: pytest.fail("tried again"))
-    assert not compiled(record(*step_with_series()), arguments).machine
+    assert compiled(record(*step_with_series()), arguments) is None
     assert re.search(f"not compiled, which costs speed: .*{message}", caplog.text)
     assert not list((tmp_path / "code").glob("*.so"))
-    code(*arguments)
-    assert torch.allclose(arguments[1], torch.tensor([[0.0, 1, 2], [1.5, 2.5, 3.5]]))
 
 
 @needs_compiler
@@ -589,10 +589,10 @@ def test_compiled_rules_in_pieces_are_the_rules(name, monkeypatch):
     ran = []
     original = native.NativeCode.repeat
     monkeypatch.setattr(
-        native.NativeCode, "repeat", lambda *a, **kw: ran.append(kw["parts"]) or original(*a, **kw)
+        native.NativeCode, "repeat", lambda *a, **kw: ran.append(kw.get("parts", 1)) or original(*a, **kw)
     )
     fast = simulate(algo, task, executor=partial(ThreadsExecutor, compile=True), **options)
-    assert set(ran) == {len(plain.x) // 16}
+    assert set(ran) == {len(plain.x) // 16, 1}
     assert torch.equal(fast.x, plain.x)
     for one, other in zip(fast.clients, plain.clients, strict=True):
         assert all(map(torch.equal, one, other))
@@ -654,8 +654,8 @@ def test_rules_that_look_at_whole_vectors_are_not_cut(monkeypatch):
 
 def test_jobs_with_most_work_come_first():
     arguments = {"algorithm": fadamgc.FedAvg(), "task": class_task(sizes=(2, 3, 40, 4, 5))}
-    run = start_from(arguments | {"rounds": 1, "local_epochs": 1, "batch_size": 1}, Resources())
-    assert [job.client for job in threads.largest_first(run.engine.begin())] == [2, 4, 3, 1, 0]
+    engine = start_from(arguments | {"rounds": 1, "local_epochs": 1, "batch_size": 1}, Resources())
+    assert [job.client for job in threads.largest_first(engine.begin())] == [2, 4, 3, 1, 0]
 
 
 def test_threads_share_one_queue(monkeypatch):

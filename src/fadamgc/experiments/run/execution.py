@@ -32,11 +32,11 @@ from fadamgc.experiments.planned_run import ADAPTER, CHECKPOINT, DIVERGED_RECORD
 from fadamgc.federation.run import Run
 from fadamgc.files import remove_leftovers, unwritable
 from fadamgc.runtime import memory
-from fadamgc.sim.engine import RoundEnd
+from fadamgc.sim.engine import Engine, RoundEnd
 from fadamgc.sim.executors.machine_code import compiler
 from fadamgc.sim.many import run_together
 from fadamgc.sim.resources import Resources
-from fadamgc.sim.simulate import SETTINGS, StartedRun, simulate, start_from
+from fadamgc.sim.simulate import SETTINGS, simulate, start_from
 from fadamgc.task import Task
 from fadamgc.tasks.build import build_task
 from fadamgc.tasks.sections import TextTask
@@ -153,7 +153,7 @@ def execute(
             started = []
             for i, planned in enumerate(plan):
                 started.append(_start(planned, tasks.task(planned), partial(callback, i), resources, warn))
-                stack.callback(started[-1].engine.close)
+                stack.callback(started[-1].close)
             run_together(started, finished=finished)
     except (OSError, UnwritableError) as error:  # a full disk, most likely; the last checkpoints are complete
         message = str(unwritable(plan[0].folder.parent, error) if isinstance(error, OSError) else error)
@@ -165,7 +165,7 @@ def execute(
 
 def _start(
     planned: PlannedRun, task: Task, callback: Callable[[RoundEnd], object], resources: Resources, warn: Warn
-) -> StartedRun:
+) -> Engine:
     """Start a run, or resume it from its checkpoint.
 
     A checkpoint of other settings is removed; one that cannot be read is moved aside, with a warning.

@@ -1,14 +1,16 @@
-"""The choice of an executor: by traits of the model, and by timing where the run is long enough."""
+"""The choice of an executor: by traits of the model, and by timing if the run is long enough."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 
-from fadamgc.errors import FadamgcError, InputError
+from fadamgc.errors import FadamgcError, InputError, nearest, shown
 from fadamgc.federation.jobs import Job, Round
 from fadamgc.federation.sampling import Batches
 from fadamgc.federation.traits import has_slow_blocks
@@ -17,32 +19,54 @@ from fadamgc.sim.executors.loop import LoopExecutor
 from fadamgc.sim.executors.threads import ThreadsExecutor
 from fadamgc.sim.executors.vectorized import VectorizedExecutor
 
+EXECUTORS = ("loop", "threads", "vectorized")
 SMALL_MODEL = 1_000_000  # parameters up to which a block of clients may pay on a CPU
-LONG_RUN = 500  # client-steps from which on a few of them are spent on timing
-CLEARLY_FASTER = 1.2  # ratio from which on another executor replaces the expected one
+LONG_RUN = 500  # client-steps of a run from which a few of them are spent on timing
+CLEARLY_FASTER = 1.2  # ratio from which another executor replaces the expected one
 SHORT_STEP = 0.02  # seconds of a step up to which several steps are timed
 
+ExecutorChoice: TypeAlias = str | Callable[[Workload], Executor]
+
 log = logging.getLogger("fadamgc")
+
+
+def make_executor(choice: ExecutorChoice, workload: Workload, compiled: bool | None = None) -> Executor:
+    """Make an executor by name ("auto", "loop", "threads", "vectorized"), or by a custom factory.
+
+    ``compiled`` is whether an interrupted run had compiled code, because the last bits depend on it.
+    """
+    if callable(choice):
+        return choice(workload)
+    makers: dict[str, Callable[[Workload], Executor]] = {
+        "auto": choose_executor,
+        "loop": LoopExecutor,
+        "threads": partial(ThreadsExecutor, compile=compiled),
+        "vectorized": partial(VectorizedExecutor, compile=compiled),
+    }
+    if not isinstance(choice, str) or choice not in makers:
+        hint = nearest(choice, makers) if isinstance(choice, str) else ""
+        raise InputError(f"executor={shown(choice)} is not known{hint}; known are {', '.join(makers)}")
+    return makers[choice](workload)
 
 
 def choose_executor(workload: Workload) -> Executor:
     """Return the executor that is expected to be fastest, or one that timing shows to be clearly faster."""
     candidates: dict[str, Executor] = {}
-    for name, make in _candidates(workload).items():
+    for make in _candidates(workload):
         try:
-            executor = make(workload)
+            executor: Executor = make(workload)
         except InputError as error:
-            log.info("executor auto: not %s (%s)", name, error)
+            log.info("executor auto: not %s (%s)", make.name, error)
             continue
         if isinstance(executor, VectorizedExecutor) and not executor.samplewise:
             continue  # blocks would be small and have many shapes
-        candidates[name] = executor
+        candidates[make.name] = executor
         if workload.rounds * workload.sampled * workload.steps < LONG_RUN:
             break
-    expected = next(iter(candidates))
     if len(candidates) == 1:
-        log.info("executor auto: %s (by rule)", expected)
-        return candidates[expected]
+        (executor,) = candidates.values()
+        log.info("executor auto: %s (by rule)", executor.name)
+        return executor
     seconds: dict[str, float] = {}
     for name, executor in candidates.items():
         try:
@@ -55,25 +79,23 @@ def choose_executor(workload: Workload) -> Executor:
     expected = next(iter(seconds))
     fastest = min(seconds, key=seconds.__getitem__)
     choice = fastest if seconds[expected] > CLEARLY_FASTER * seconds[fastest] else expected
-    shown = ", ".join(f"{name} {1e3 * s:.3g} ms" for name, s in seconds.items())
-    log.info("executor auto: %s (a step of one client: %s)", choice, shown)
+    times = ", ".join(f"{name} {1e3 * s:.3g} ms" for name, s in seconds.items())
+    log.info("executor auto: %s (a step of one client: %s)", choice, times)
     return candidates[choice]
 
 
-def _candidates(workload: Workload) -> dict[str, Callable[[Workload], Executor]]:
-    """Return the executors that may run the workload; the one expected to be fastest comes first."""
-    functions = workload.functions
-    makers: dict[str, Callable[[Workload], Executor]] = {}
+def _candidates(workload: Workload) -> list[Any]:
+    """Return the classes of executors that may run the workload; the one expected to be fastest is first."""
+    functions, cpu = workload.functions, workload.functions.device.type == "cpu"
     small = functions.flat.d <= SMALL_MODEL and not has_slow_blocks(functions.module)
-    if small and not functions.random:
-        makers["vectorized"] = VectorizedExecutor
-    threads = functions.device.type == "cpu"
-    if small or not threads:  # short operations: threads would wait for each other
-        makers["loop"] = LoopExecutor
-        threads = threads and torch.get_num_threads() > 1 and workload.sampled > 1
-    if threads:  # even a single thread: its rules work in place, and images have their channels last
-        makers["threads"] = ThreadsExecutor
-    makers["loop"] = LoopExecutor
+    if (
+        cpu and not small
+    ):  # even a single thread: its rules work in place, and images have their channels last
+        return [ThreadsExecutor, LoopExecutor]
+    makers: list[Any] = [VectorizedExecutor] if small and not functions.random else []
+    makers.append(LoopExecutor)  # before threads, which wait for each other if operations are short
+    if cpu and torch.get_num_threads() > 1 and workload.sampled > 1:
+        makers.append(ThreadsExecutor)
     return makers
 
 
@@ -105,8 +127,7 @@ def _trial_jobs(workload: Workload, count: int, steps: int) -> list[Job]:
     down = algo.broadcast(algo.init_server(x, g))
     round = Round(functions, algo, seed=0, t=0, down=down, buffers=functions.buffers0)
     state = algo.init_client(x, g)
-    clients = [i % len(table) for i in range(count)]
     return [
         Job(round, i, table[i], lambda: state, True, Batches(steps, batch, min(batch, table[i].size)))
-        for i in clients
+        for i in range(count)
     ]

@@ -1,4 +1,4 @@
-"""What an executor is: it runs the jobs of a round, in whatever order and however many at once."""
+"""Executors run the jobs of a round, in any order and any number at once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fadamgc.federation.settings import Settings
 
 
 class Workload(NamedTuple):
-    """What an executor will have to run, as far as its choice and set-up depend on it."""
+    """The work of a run, as far as the choice and the set-up of an executor depend on it."""
 
     functions: TaskFunctions
     clients: ClientTable
@@ -30,20 +30,12 @@ class Workload(NamedTuple):
         cls, functions: TaskFunctions, clients: ClientTable, algorithm: AnyAlgorithm, s: Settings
     ) -> Workload:
         """Return the workload of a run with these settings."""
-        largest = clients.largest.size
-        batch = largest if s.batch_size is None else min(s.batch_size, largest)
-        partial_epochs = (
-            s.local_epochs is not None and s.batch_size is not None and bool((clients.size % batch).any())
-        )
-        return cls(
-            *(functions, clients, algorithm),
-            rounds=s.rounds,
-            sampled=len(s.who(1, len(clients)).sampled) if s.rounds else 1,
-            steps=s.steps(largest),
-            batch=batch,
-            ragged=partial_epochs or bool((clients.size < batch).any()),
-            whole=s.batch_size is None,
-        )
+        largest = int(clients.size.max())
+        batch, whole = min(s.batch_size or largest, largest), s.batch_size is None
+        partial_epochs = s.local_epochs is not None and not whole and bool((clients.size % batch).any())
+        ragged = partial_epochs or bool((clients.size < batch).any())
+        sampled = len(s.who(1, len(clients)).sampled) if s.rounds else 1
+        return cls(functions, clients, algorithm, s.rounds, sampled, s.steps(largest), batch, ragged, whole)
 
 
 class Executor(Protocol):

@@ -1,26 +1,32 @@
-"""A block of clients at once: one client's rules and gradient, mapped over the clients with ``torch.func``.
+"""A block of clients: their mini-batches, and one client's rules and gradient mapped over them (torch.func).
 
-In all tensors of a block the first dimension is the client, except in ``Inputs.fixed``.
+In all tensors of a block the first dimension is the client, except in ``Inputs.fixed`` and in series.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.func import grad_and_value, vmap
 
 from fadamgc.algorithm import AnyAlgorithm
+from fadamgc.federation.client_data import ClientData
 from fadamgc.federation.functions import Buffers, TaskFunctions
 from fadamgc.federation.jobs import Job
 from fadamgc.hyperparameters import numbers, with_values
+from fadamgc.sim.executors.base import Workload
 from fadamgc.tree import leaves, map_leaves, rebuild
+
+GATHERED_BYTES = 64 << 20  # of mini-batches that are gathered at once
 
 
 class Inputs(NamedTuple):
-    """What the clients of a block start from; local steps do not change it."""
+    """The values from which the clients of a block start; local steps do not change them."""
 
     fixed: Buffers
     hyper: list[Tensor]  # the algorithm's numbers that may differ within the block
@@ -30,7 +36,7 @@ class Inputs(NamedTuple):
 
     @classmethod
     def of(cls, jobs: Sequence[Job], functions: TaskFunctions, lifted_names: Sequence[str]) -> Inputs:
-        """Stack what the jobs start from."""
+        """Stack the values from which the jobs start."""
         values = [numbers(job.round.algorithm) for job in jobs]
         hyper = [[float(v[name]) for v in values] for name in lifted_names]
         gradients = [g for job in jobs if (g := job.whole_gradient()) is not None]
@@ -49,7 +55,7 @@ class Inputs(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """What a local step changes."""
+    """The values that a local step changes."""
 
     x: Tensor
     local: Any
@@ -66,8 +72,8 @@ class Batch(NamedTuple):
 
     inputs: Tensor
     targets: Tensor
-    weight: Tensor | None = None  # of each sample, where batches are padded
-    active: Tensor | None = None  # which clients have a step to do, where not all have
+    weight: Tensor | None = None  # of each sample, if batches are padded
+    active: Tensor | None = None  # which clients have a step to do; None: all
 
     def at(self, k: int) -> Batch:
         """Return the batches of step k of a series."""
@@ -88,9 +94,7 @@ class End(NamedTuple):
 class BlockMath:
     """The three stages of a client's round, each for a whole block.
 
-    Args:
-        functions: the task's model and loss.
-        lifted_names: the algorithm's hyperparameters that are tensors in ``Inputs.hyper``.
+    ``lifted_names`` are the algorithm's hyperparameters that are tensors in ``Inputs.hyper``.
     """
 
     def __init__(self, functions: TaskFunctions, algorithm: AnyAlgorithm, lifted_names: Sequence[str]):
@@ -124,7 +128,7 @@ class BlockMath:
         return result
 
     def finish(self, inputs: Inputs, progress: Progress, end: End) -> tuple[Any, Any]:
-        """Return the states that the clients keep, and what they send."""
+        """Return the clients' new states and their messages."""
 
         def finish(hyper: list[Tensor], down: Any, client: Any, local: Any, x: Tensor, end: End) -> Any:
             return self._with(hyper).finish(down, client, local, x, end.K, end.tracked)
@@ -148,3 +152,87 @@ class BlockMath:
 def _stack(states: list[Any]) -> Any:
     columns = zip(*map(leaves, states), strict=True)
     return rebuild(states[0], [torch.stack(column) for column in columns])
+
+
+# The mini-batches of a block, gathered many steps at a time.
+
+
+def padded_width(job: Job, workload: Workload) -> tuple[int, bool]:
+    """Return how many samples a client's batches have with padding, and whether they may have padding.
+
+    Both depend only on the job and the workload, so that no bit of a result depends on the other clients of a
+    block.
+    """
+    if not workload.whole:
+        return workload.batch, workload.ragged
+    width = 1 << (job.batches.width - 1).bit_length()  # few different shapes for any sizes
+    return width, job.batches.width != width or job.batches.period > 1
+
+
+def block_batches(jobs: Sequence[Job], workload: Workload, samplewise: bool) -> Iterator[Batch]:
+    """Yield series of mini-batches for a block whose jobs have equal widths.
+
+    If the clients' batches are padded (``samplewise``), a batch has weights, each sample's share of the mean.
+    Padding has weight 0 and repeats a row of the client's data, so that it is valid data. If batches are not
+    padded, those of a block have equal sizes, which may change from step to step.
+    """
+    functions = workload.functions
+    steps = np.array([job.batches.steps for job in jobs])
+    B, padded = padded_width(jobs[0], workload) if samplewise else (jobs[0].batches.width, False)
+    sample = jobs[0].data.inputs[:1]
+    chunk = max(1, GATHERED_BYTES // (len(jobs) * B * max(1, sample.numel() * sample.element_size())))
+    readers = [job.batches.reader() for job in jobs]
+    period = 1 if samplewise else jobs[0].batches.period
+    fewest = int(steps.min())
+    for first, last in _series(int(steps.max()), chunk, fewest, period):
+        positions = np.zeros((last - first, len(jobs), B), dtype=np.int64)
+        size = np.full((last - first, len(jobs)), B, dtype=np.int64)
+        for c, (job, read) in enumerate(zip(jobs, readers, strict=True)):
+            k = min(last, job.batches.steps) - first
+            if k > 0:
+                positions[:k, c, : job.batches.width] = read(k)
+                size[:k, c] = job.batches.size_of(first, first + k)
+        width = B if samplewise else int(size[0, 0])
+        inputs, targets = _gather([job.data for job in jobs], positions[:, :, :width])
+        weights = None
+        if padded:
+            shares = (np.arange(B) < size[:, :, None]) / size[:, :, None]
+            weights = torch.from_numpy(shares).to(functions.x0)
+        active = None
+        if first >= fewest:  # some clients have no more steps to do
+            active = torch.from_numpy(steps > np.arange(first, last)[:, None]).to(functions.device)
+        yield Batch(inputs, targets, weights, active)
+
+
+def _series(K: int, chunk: int, fewest: int, period: int) -> Iterator[tuple[int, int]]:
+    """Yield series of steps first .. last - 1 that are gathered at once.
+
+    A series is at most a chunk long, does not cross step ``fewest`` (from which on not all clients are
+    active), and does not contain an epoch's last batch together with another batch.
+    """
+    first = 0
+    while first < K:
+        last = min(K, first - first % chunk + chunk)
+        if first < fewest:
+            last = min(last, fewest)
+        if period > 1:
+            before_last = first - first % period + period - 1
+            last = min(last, before_last if first < before_last else first + 1)
+        yield first, last
+        first = last
+
+
+def _gather(clients: Sequence[ClientData], positions: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+    """Return the samples at positions (steps, clients, samples) of each client's own data."""
+    if len({id(data.inputs) for data in clients}) == 1:  # clients of one table: one look-up for all
+        start = np.array([data.start for data in clients])
+        return _rows(clients[0], positions + start[:, None])
+    columns = [_rows(data, positions[:, c] + data.start) for c, data in enumerate(clients)]
+    inputs, targets = zip(*columns, strict=True)
+    return torch.stack(inputs, dim=1), torch.stack(targets, dim=1)
+
+
+def _rows(data: ClientData, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+    index = torch.from_numpy(rows).to(data.inputs.device)
+    inputs, targets = (torch.index_select(t, 0, index.view(-1)) for t in (data.inputs, data.targets))
+    return inputs.view(*rows.shape, *inputs.shape[1:]), targets.view(*rows.shape, *targets.shape[1:])

@@ -1,7 +1,7 @@
 """An algorithm's rules on long vectors: in place, piece by piece, in memory that is used again.
 
 The rules of an algorithm are a dozen passes over vectors of millions of numbers. If every number depends only
-on the numbers at its own position, all passes run over one short piece at a time, or are compiled into one
+on the numbers at the same position, all passes run over one short piece at a time, or are compiled into one
 pass. Code for a piece fits every large model.
 """
 
@@ -16,22 +16,18 @@ from torch import Tensor
 
 from fadamgc.algorithm import AnyAlgorithm
 from fadamgc.hyperparameters import numbers, with_values
-from fadamgc.sim.executors.machine_code import Code, compiled
+from fadamgc.sim.executors.machine_code import NativeCode, compiled
 from fadamgc.sim.executors.trace import flat_function, liftable, pointwise, record
 from fadamgc.tree import leaves, rebuild, skeleton
 
-PIECE = (
-    1 << 15
-)  # numbers of a vector that go through the rules of a step at once, so that they stay in the cache
-WIDE_PIECE = 1 << 17  # through the rules of a round, which are few: threads wait for Python at every piece
+PIECE = 1 << 15  # numbers of a vector that pass the rules of a step at once, so that they stay in the cache
+WIDE_PIECE = 1 << 17  # that pass the rules of a round, which are few: threads wait for Python at every piece
 
 
 class Rules:
     """The rules of an algorithm for one client, working in place; shared by all threads.
 
-    Args:
-        algorithm: the algorithm.
-        compile: whether a step becomes machine code, if possible.
+    With ``compile``, a step becomes machine code if possible.
     """
 
     def __init__(self, algorithm: AnyAlgorithm, compile: bool) -> None:
@@ -41,12 +37,12 @@ class Rules:
         self.hyper = [torch.tensor(float(values[name]), dtype=torch.float64) for name in self.names]
         self.failed = False  # whether the compilation of a step has failed
         self._step: Callable[..., Any] | None = None  # in place, on flat arguments
-        self._code: Code | None = None  # the same step, compiled
+        self._code: NativeCode | None = None  # the same step, compiled
         self._in_pieces: dict[Any, bool] = {}  # which of the rules are run piece by piece
         self._lock = threading.Lock()
 
     def begin(self, down: Any, client: Any, g_x: Tensor | None, x: Tensor, workspace: Workspace) -> Any:
-        """Return what the client's steps start from, in memory that nothing else uses until ``finish``."""
+        """Return the local state before step 1, in memory that nothing else uses until ``finish``."""
         return self._run("begin", self.algorithm.begin, (down, client, g_x), x, [], workspace.vector)
 
     def step(self, down: Any, client: Any, x: Tensor, local: Any, g: Tensor) -> None:
@@ -65,7 +61,7 @@ class Rules:
         else:
             self._run_code(self._code, tensors, x, local)
 
-    def _run_code(self, code: Code, tensors: list[Tensor], x: Tensor, local: Any) -> None:
+    def _run_code(self, code: NativeCode, tensors: list[Tensor], x: Tensor, local: Any) -> None:
         """Run the compiled step over all whole pieces, then over the rest in a padded copy."""
         fixed = [t for t in tensors if t.shape != x.shape]
         vectors = [t for t in tensors if t.shape == x.shape]
@@ -84,15 +80,13 @@ class Rules:
     def finish(
         self, down: Any, client: Any, local: Any, x: Tensor, K: int, tracked: bool, workspace: Workspace
     ) -> tuple[Any, Any]:
-        """Return what the client keeps and what it sends; ``x`` and the workspace may be used again."""
+        """Return the client's new state and its message; ``x`` and the workspace may be used again."""
 
         def finish(down: Any, client: Any, local: Any, x: Tensor) -> Any:
             return self.algorithm.finish(down, client, local, x, K, tracked)
 
-        shared = leaves((down, client, local))
-        state, up = self._run(
-            ("finish", tracked), finish, (down, client, local, x), x, shared, torch.empty_like
-        )
+        arguments, shared = (down, client, local, x), leaves((down, client, local))
+        state, up = self._run(("finish", tracked), finish, arguments, x, shared, torch.empty_like)
         workspace.take_back(except_for=leaves((state, up)))
         return state, up
 
@@ -105,7 +99,7 @@ class Rules:
         shared: list[Tensor],
         new_vector: Callable[..., Tensor],
     ) -> Any:
-        """Return the result of a rule: ``shared`` tensors where a result is one of them, else new memory.
+        """Return the result of a rule, in new memory except for results that are ``shared`` tensors.
 
         ``new_vector(x, dtype=...)`` provides the memory of a long vector.
         """
@@ -170,8 +164,8 @@ class Rules:
             def in_order(*tensors: Tensor) -> list[Tensor]:
                 return in_place(*(tensors[order.index(i)] for i in range(len(tensors))))
 
-            code = compiled(record(in_order, tensors), tensors)
-            self._code, self.failed = (code, False) if code.machine else (None, True)
+            self._code = compiled(record(in_order, tensors), tensors)
+            self.failed = self._code is None
         self._step = in_place
 
 

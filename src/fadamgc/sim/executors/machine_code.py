@@ -1,9 +1,9 @@
 """Machine code of graphs that work in place: compiled once, kept on disk, run many times in one call.
 
-AOTInductor writes C++ for a graph. It is compiled here together with ``loop.cpp``, which goes through all
-steps of a block in one call, without Python and its lock. Code that was compiled before is loaded from the
-user's cache folder, without importing the compiler. Only code from files and folders that nobody else can
-write is loaded. Where code cannot be compiled, Python runs the recorded graph.
+AOTInductor writes C++ for a graph. The C++ is compiled here together with ``loop.cpp``, which runs all steps
+of a block in one call, without Python and its lock. Code that was compiled before is loaded from the user's
+cache folder, without importing the compiler, if nobody else can write its file and folder. If a graph cannot
+be compiled, Python runs it.
 
 This is the only file that knows torch's compiler, ``torch._inductor``, whose name is private. See
 docs/adr/0004-a-local-step-is-one-graph.md.
@@ -28,13 +28,14 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
 from fadamgc.cache import cache_folder, code_folder, read_private, remove_old
+from fadamgc.errors import first_line
 from fadamgc.files import write_atomic
 
 log = logging.getLogger("fadamgc")
@@ -56,68 +57,22 @@ OPTIONS = {
     "aot_inductor.precompile_headers": False,  # takes longer than it saves
     "aot_inductor.enable_line_tables": False,
 }
-DTYPES = {  # by their numbers in torch's C interface
-    torch.uint8: 0,
-    torch.int8: 1,
-    torch.int16: 2,
-    torch.int32: 3,
-    torch.int64: 4,
-    torch.float16: 5,
-    torch.float32: 6,
-    torch.float64: 7,
-    torch.bool: 11,
-    torch.bfloat16: 15,
-}
+# Types by their numbers in torch's C interface.
+INTEGERS = {torch.uint8: 0, torch.int8: 1, torch.int16: 2, torch.int32: 3, torch.int64: 4, torch.bool: 11}
+DTYPES = INTEGERS | {torch.float16: 5, torch.float32: 6, torch.float64: 7, torch.bfloat16: 15}
+
+Tensors: TypeAlias = Sequence[Tensor]
 
 
-class Code:
-    """A function of tensors that writes its results into some of them, run by Python."""
+class NativeCode:
+    """Machine code of a step that writes its results into some of its arguments, for arguments of one layout.
 
-    machine = False  # whether it is machine code
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = function
-
-    def __call__(self, *tensors: Tensor) -> None:
-        """Run one step."""
-        self.function(*tensors)
-
-    def repeat(
-        self,
-        fixed: Sequence[Tensor],
-        state: Sequence[Tensor],
-        series: Sequence[Tensor] = (),
-        parts: int = 1,
-        threads: int = 1,  # noqa: ARG002
-    ) -> None:
-        """Run one step for each entry of the series, along their first dimension; one step without series.
-
-        Args:
-            fixed: arguments that are the same in each part and step.
-            state: arguments with one row per lane, which may be cut into parts.
-            series: arguments of each step, (steps, lanes, ...).
-            parts: number of equal parts into which the lanes are cut.
-            threads: number of threads that share the parts, where that is possible.
-        """
-        lanes = len(state[0]) // parts
-        for first in range(0, lanes * parts, lanes):
-            rows = [t[first : first + lanes] for t in state]
-            for k in range(len(series[0]) if series else 1):
-                self(*fixed, *rows, *(t[k, first : first + lanes] for t in series))
-
-
-class NativeCode(Code):
-    """Machine code: a library whose loop runs without Python's lock.
-
-    Args:
-        library: content of its file.
-        arguments: tensors like those that the code was compiled for.
+    The loop over steps is part of the library and runs without Python's lock.
     """
 
-    machine = True
-    constants: Sequence[Tensor] = ()  # arguments before those of a call
+    constants: Tensors = ()  # arguments before those of a call
 
-    def __init__(self, library: bytes, arguments: Sequence[Tensor]) -> None:
+    def __init__(self, library: bytes, arguments: Tensors) -> None:
         self._repeat = _loaded(library).fadamgc_repeat
         self._layouts = [(a.dtype, a.shape, a.stride()) for a in arguments]
         n, dims = len(arguments), [d for a in arguments for d in (*a.shape, *a.stride())]
@@ -125,47 +80,28 @@ class NativeCode(Code):
         self._dims = (ctypes.c_int64 * len(dims))(*dims)
         self._dtypes = (ctypes.c_int32 * n)(*(DTYPES[a.dtype] for a in arguments))
 
-    def with_constants(self, constants: Sequence[Tensor]) -> NativeCode:
-        """Return the same code with tensors for its first arguments."""
-        code = copy.copy(self)
-        code.constants = constants
-        return code
-
     def __call__(self, *tensors: Tensor) -> None:
         """Run one step."""
-        self._run(tensors, [0] * len(tensors), [0] * len(tensors))
+        self.repeat(tensors, ())
 
     def repeat(
-        self,
-        fixed: Sequence[Tensor],
-        state: Sequence[Tensor],
-        series: Sequence[Tensor] = (),
-        parts: int = 1,
-        threads: int = 1,
+        self, fixed: Tensors, state: Tensors, series: Tensors = (), parts: int = 1, threads: int = 1
     ) -> None:
-        """Run one step for each entry of the series; one step without series."""
-        lanes, same = len(state[0]) // parts, [0] * len(fixed)
+        """Run one step for each entry of the series, (steps, lanes, ...); one step without series.
+
+        ``state`` has one row per lane. The lanes are cut into equal ``parts``, which ``threads`` share.
+        ``fixed`` are the arguments that are the same in each part and step.
+        """
+        lanes, fixed = len(state[0]) // parts if state else 0, [*self.constants, *fixed]
+        # The arguments of the first part and step, and the bytes from there to the next step and part.
+        first = [*fixed, *(t[:lanes] for t in state), *(t[0, :lanes] for t in series)]
+        same = [0] * len(fixed)
         step = [*same, *(0 for _ in state), *(t.stride(0) * t.element_size() for t in series)]
         part = [
             *same,
             *(lanes * t.stride(0) * t.element_size() for t in state),
             *(lanes * t.stride(1) * t.element_size() for t in series),
         ]
-        first = [*fixed, *(t[:lanes] for t in state), *(t[0, :lanes] for t in series)]
-        self._run(first, step, part, len(series[0]) if series else 1, parts, min(threads, parts))
-
-    def _run(
-        self,
-        first: Sequence[Tensor],
-        step: list[int],
-        part: list[int],
-        steps: int = 1,
-        parts: int = 1,
-        threads: int = 1,
-    ) -> None:
-        """Run all steps of all parts, given the arguments of the first and the distances to the next."""
-        same = [0] * len(self.constants)
-        first, step, part = [*self.constants, *first], [*same, *step], [*same, *part]
         layouts = [(t.dtype, t.shape, t.stride()) for t in first]
         if layouts != self._layouts:
             raise ValueError(f"code for tensors {self._layouts} cannot run on {layouts}")
@@ -179,9 +115,7 @@ class NativeCode(Code):
             self._dtypes,
             (ctypes.c_int64 * n)(*step),
             (ctypes.c_int64 * n)(*part),
-            ctypes.c_int64(steps),
-            ctypes.c_int64(parts),
-            ctypes.c_int64(threads),
+            *map(ctypes.c_int64, (len(series[0]) if series else 1, parts, min(threads, parts))),
             message,
             ctypes.c_int64(len(message)),
         )
@@ -197,7 +131,7 @@ def _loaded(library: bytes) -> ctypes.CDLL:
             file.write(library)
         return ctypes.CDLL(path)
     finally:
-        with suppress(OSError):  # Windows does not remove what is loaded; ``_keep`` does so later
+        with suppress(OSError):  # Windows does not remove a loaded library; ``_keep`` does so later
             os.unlink(path)
 
 
@@ -208,22 +142,21 @@ def compiler() -> str | None:
     return next((c for c in (named, "g++", "clang++") if c and shutil.which(c)), None)
 
 
-_codes: dict[str, NativeCode | None] = {}  # None where a graph could not be compiled
+_codes: dict[str, NativeCode | None] = {}  # None if a graph could not be compiled
 
 
-def compiled(graph: Callable[..., Any], arguments: Sequence[Tensor]) -> Code:
-    """Compile a graph for arguments like these; where that cannot be done, Python runs the graph.
+def compiled(graph: Callable[..., Any], arguments: Tensors) -> NativeCode | None:
+    """Compile a graph for arguments like these; return None if that fails, which costs only speed.
 
-    The code of a graph serves all runs of the process, and is kept on disk for later ones. It computes with
-    one thread.
+    The code of a graph serves all runs of the process, and is kept on disk for later processes.
     """
     if not isinstance(graph, GraphModule) or compiler() is None:
-        return Code(graph)
+        return None
     names = list(dict.fromkeys(n.target for n in graph.graph.nodes if n.op == "get_attr"))
     constants = [operator.attrgetter(name)(graph) for name in names]
     if not all(isinstance(constant, Tensor) for constant in constants):
         log.info("a graph that contains another one is not compiled")
-        return Code(graph)
+        return None
     pure, arguments = _with_inputs(graph, names), [*constants, *arguments]
     key = _key(pure, arguments)
     if key not in _codes:
@@ -232,13 +165,12 @@ def compiled(graph: Callable[..., Any], arguments: Sequence[Tensor]) -> Code:
         try:
             _codes[key] = _kept(key, arguments) or _compile(pure, arguments, key)
         except Exception as error:  # another version of torch may do it differently
-            reason = (str(error).strip() or repr(error)).splitlines()[0]
-            log.warning("a graph is not compiled, which costs speed: %s", reason)
+            log.warning("a graph is not compiled, which costs speed: %s", first_line(error))
             _codes[key] = None
-    code = _codes[key]
-    if code is None:
-        return Code(graph)
-    return code.with_constants(constants) if constants else code
+    code = copy.copy(_codes[key])
+    if code is not None:
+        code.constants = constants
+    return code
 
 
 def _with_inputs(graph: GraphModule, names: Sequence[str]) -> GraphModule:
@@ -255,7 +187,7 @@ def _with_inputs(graph: GraphModule, names: Sequence[str]) -> GraphModule:
     return pure
 
 
-def _key(graph: GraphModule, arguments: Sequence[Tensor]) -> str:
+def _key(graph: GraphModule, arguments: Tensors) -> str:
     """Return a name for the code, such that equal names mean equal code."""
     layouts = [(tuple(a.shape), a.stride(), str(a.dtype), str(a.device)) for a in arguments]
     versions = (torch.__version__, platform.python_version(), compiler())
@@ -265,7 +197,7 @@ def _key(graph: GraphModule, arguments: Sequence[Tensor]) -> str:
 
 @cache
 def _cpu() -> str:
-    """Return what the machine's processor can do."""
+    """Return the features of the machine's processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line for line in lines if line.startswith(("flags", "Features")))
@@ -273,7 +205,7 @@ def _cpu() -> str:
         return platform.processor() + platform.machine()
 
 
-def _compile(graph: GraphModule, arguments: Sequence[Tensor], key: str) -> NativeCode:
+def _compile(graph: GraphModule, arguments: Tensors, key: str) -> NativeCode:
     log.info("compiling a graph of %d operations", len(graph.graph.nodes))
     with tempfile.TemporaryDirectory(prefix="fadamgc-build-") as folder:
         library = _build(_source(graph, arguments, folder), Path(folder))
@@ -283,7 +215,7 @@ def _compile(graph: GraphModule, arguments: Sequence[Tensor], key: str) -> Nativ
     return code
 
 
-def _source(graph: GraphModule, arguments: Sequence[Tensor], folder: str) -> list[str]:
+def _source(graph: GraphModule, arguments: Tensors, folder: str) -> list[str]:
     """Let AOTInductor write the C++ source of a graph; return the files."""
     for node in graph.graph.nodes:
         node.meta.clear()  # the compiler derives shapes itself, and stumbles over the recorder's
@@ -324,10 +256,10 @@ def _build(files: list[str], folder: Path) -> bytes:
     return (folder / "library.so").read_bytes()
 
 
-def _check(code: NativeCode, graph: GraphModule, arguments: Sequence[Tensor]) -> None:
+def _check(code: NativeCode, graph: GraphModule, arguments: Tensors) -> None:
     """Refuse code whose first step does not change the arguments as the recorded graph does.
 
-    The results may differ in rounding, which rules that divide by small numbers magnify.
+    The results may differ by rounding, which is magnified by rules that divide by small numbers.
     """
     ours, theirs = ([a.clone() for a in arguments] for _ in range(2))
     code(*ours)
@@ -340,22 +272,17 @@ def _check(code: NativeCode, graph: GraphModule, arguments: Sequence[Tensor]) ->
             raise ValueError("the compiled step does something else than the recorded one")
 
 
-_torch_folder: str | None = None  # that this process has chosen
-
-
 def _compile_in_private() -> None:
     """Let torch compile in the code folder, unless the user has named another one.
 
-    torch compiles small programs to learn what the processor can do. Its default is ``torchinductor_USER`` in
-    the shared temporary folder, even if somebody else made it; and torch loads the libraries that are there.
+    torch compiles small programs to learn what the processor can do, and loads them. Its default folder is
+    ``torchinductor_USER`` in the shared temporary folder, even if another user made it.
     """
-    global _torch_folder
-    named = os.environ.get(TORCH_FOLDER)
     default = os.path.join(tempfile.gettempdir(), "torchinductor_")  # torch sets the variable to this itself
-    if named is None or named == _torch_folder or named.startswith(default):
+    if os.environ.get(TORCH_FOLDER, default).startswith(default):
         folder = code_folder() / "torch"
         folder.mkdir(mode=0o700, exist_ok=True)
-        os.environ[TORCH_FOLDER] = _torch_folder = str(folder)
+        os.environ[TORCH_FOLDER] = str(folder)
 
 
 # Code on disk: a library, followed by a digest of its key and content.
@@ -364,8 +291,7 @@ def _compile_in_private() -> None:
 def _keep(key: str, library: bytes) -> None:
     try:
         path = code_folder() / f"{key}.so"
-        write_atomic(path, library + _digest(key, library))
-        path.chmod(0o600)
+        write_atomic(path, library + _digest(key, library), private=True)
         for old in sorted(path.parent.glob("*.so"), key=os.path.getmtime)[:-FILES]:
             old.unlink(missing_ok=True)
         remove_old(path.parent.glob(".*"))  # of processes that were killed
@@ -373,7 +299,7 @@ def _keep(key: str, library: bytes) -> None:
         log.info("compiled code is not kept: %s", error)
 
 
-def _kept(key: str, arguments: Sequence[Tensor]) -> NativeCode | None:
+def _kept(key: str, arguments: Tensors) -> NativeCode | None:
     for folder in dict.fromkeys((cache_folder() / "code", code_folder())):
         path = folder / f"{key}.so"
         try:

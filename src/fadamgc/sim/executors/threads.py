@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import wait
 from queue import SimpleQueue
+from typing import Any
 
 import torch
 
@@ -21,7 +23,7 @@ from fadamgc.sim.executors.inplace import Rules
 from fadamgc.sim.executors.machine_code import compiler
 from fadamgc.sim.executors.trainer import Trainer
 
-LARGE_MODEL = 100_000  # parameters from which on compiled rules may pay,
+LARGE_MODEL = 100_000  # parameters from which compiled rules may pay,
 LONG_RUN = 200  # in runs of at least this many client-steps
 
 
@@ -29,20 +31,15 @@ class ThreadsExecutor:
     """Clients in one queue for all threads, those with the most work first.
 
     Args:
-        workload: what will be run. Jobs may belong to other tasks with the same model and loss.
+        workload: the work of a run. Jobs may belong to other tasks with the same model and loss.
         workers: threads; None is torch's number of threads, by default one per core.
         compile: whether the rules become machine code, which may change the last bits (its square roots
-            are exact, torch's are not); None is where it pays.
+            are exact, torch's are not); None compiles if that pays.
     """
 
     name = "threads"
 
-    def __init__(
-        self,
-        workload: Workload,
-        workers: int | None = None,
-        compile: bool | None = None,
-    ) -> None:
+    def __init__(self, workload: Workload, workers: int | None = None, compile: bool | None = None) -> None:
         functions = workload.functions
         if workers is not None:
             whole("workers", workers, 1)
@@ -66,17 +63,15 @@ class ThreadsExecutor:
         return self._compile and not any(rules.failed for rules in self._rules.values())
 
     def run(self, jobs: Sequence[Job]) -> Iterator[Result]:
-        """Run the jobs; results come as they are ready."""
+        """Run the jobs; yield results as they are ready."""
         for job in jobs:
-            self._rules_of(job.round.algorithm)
-            _ = job.round.functions.random  # tried out with the shared module, so not in a thread
-        threads = min(self.workers, len(jobs))
-        queue: SimpleQueue[Job | None] = SimpleQueue()
-        for entry in (*largest_first(jobs), *[None] * threads):  # None: nothing is left for a thread
-            queue.put(entry)
-        done: SimpleQueue[Result | BaseException] = SimpleQueue()
+            algorithm = job.round.algorithm
+            if algorithm not in self._rules:
+                self._rules[algorithm] = Rules(algorithm, self._compile)
+            _ = job.round.functions.random  # computed with the shared module, so not in a thread
+        done: SimpleQueue[Any] = SimpleQueue()
         stop = threading.Event()
-        futures = [self._pool.submit(self._work, queue, done, stop) for _ in range(threads)]
+        futures = [self._pool.submit(self._train, job, done, stop) for job in largest_first(jobs)]
         try:
             for _ in jobs:
                 result = done.get()
@@ -86,29 +81,18 @@ class ThreadsExecutor:
         finally:
             stop.set()
             for future in futures:
-                future.result()
+                future.cancel()
+            wait(futures)
 
-    def _work(
-        self,
-        queue: SimpleQueue[Job | None],
-        done: SimpleQueue[Result | BaseException],
-        stop: threading.Event,
-    ) -> None:
+    def _train(self, job: Job, done: SimpleQueue[Any], stop: threading.Event) -> None:
+        """Train one client; put the result or the error into ``done``."""
         trainer = self._trainers.get()
         try:
-            while not stop.is_set() and (job := queue.get()) is not None:
-                result = trainer.train(job, self._rules[job.round.algorithm], self._lock, stop)
-                if result is not None:
-                    done.put(result)
+            done.put(trainer.train(job, self._rules[job.round.algorithm], self._lock, stop))
         except BaseException as error:  # raised in the thread that waits
             done.put(error)
         finally:
             self._trainers.put(trainer)
-
-    def _rules_of(self, algorithm: AnyAlgorithm) -> Rules:
-        if algorithm not in self._rules:
-            self._rules[algorithm] = Rules(algorithm, self._compile)
-        return self._rules[algorithm]
 
 
 def largest_first(jobs: Sequence[Job]) -> list[Job]:

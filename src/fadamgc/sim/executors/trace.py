@@ -1,7 +1,7 @@
 """Recorded graphs, and algorithms whose numbers are inputs of a graph.
 
-``record`` writes down the tensor operations of a function once, so that running them again costs no work
-in Python. ``machine_code`` compiles such a record.
+``record`` records the tensor operations of a function once, so that running them again costs little work in
+Python. ``machine_code`` compiles such a graph.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Hidden(Tensor):
 def liftable(algorithm: AnyAlgorithm) -> tuple[str, ...]:
     """Return the names of those numbers of an algorithm that tensors may replace in its rules.
 
-    The rules only calculate with such a number; they do not inspect it (``if self.eps > 0``). Found by
-    trying the rules on tensors that refuse to be inspected.
+    The rules only calculate with such a number; they do not inspect it (``if self.eps > 0``). This is found
+    by trying the rules on tensors that refuse to be inspected.
     """
     names = []
     for name, value in numbers(algorithm).items():
@@ -55,7 +55,7 @@ def liftable(algorithm: AnyAlgorithm) -> tuple[str, ...]:
 
 
 def flat_function(function: Function, arguments: tuple[Any, ...]) -> Callable[..., list[Tensor]]:
-    """Return a function as one from the tensors in its arguments to the tensors in its result."""
+    """Return a function of the tensors in the arguments that returns the tensors in the result."""
     like = skeleton(arguments)
     return lambda *tensors: leaves(function(*rebuild(like, tensors)))
 
@@ -73,14 +73,11 @@ def record(function: Function, arguments: Sequence[Tensor]) -> Function:
 
 
 def pointwise(graph: Function) -> bool:
-    """Tell whether each number of a graph's outputs depends only on the inputs' numbers at the same place."""
+    """Whether each number of a graph's outputs depends only on the inputs' numbers at the same position."""
     if not isinstance(graph, GraphModule):
         return False
-    harmless = {
-        torch.ops.aten.zeros_like.default,
-        torch.ops.aten.clone.default,
-        torch.ops.aten.detach.default,
-    }
+    aten = torch.ops.aten
+    harmless = (aten.zeros_like.default, aten.clone.default, aten.detach.default)
     return all(
         isinstance(node.target, torch._ops.OpOverload)
         and (torch.Tag.pointwise in node.target.tags or node.target in harmless)

@@ -24,10 +24,10 @@ from fadamgc.sim.executors.loop import failure, run_job
 
 
 def train(job: Job) -> Result:
-    """Run one job by itself: the fast path of a process that has a single client.
+    """Run a single job: the fast path of a process that has one client.
 
-    The reference loop runs it where this path is not possible: on other devices, and for models that draw
-    random numbers, some of which cannot be drawn from a generator.
+    The reference loop runs the job if this path is not possible: on other devices, and for models that draw
+    random numbers, because some operations cannot draw from a generator.
     """
     functions = job.round.functions
     if functions.device.type != "cpu" or functions.random:
@@ -48,32 +48,21 @@ class Trainer:
         self.workspace = Workspace()
         named = dict(self.module.named_parameters())
         self.parameters = [named[name] for name in functions.flat.names]
-        self.channels_last = (
-            functions.sample[0].ndim == 4
-            and functions.dtype == torch.float32
-            and fits_channels_last(self.module)
-        )
+        images = functions.sample[0].ndim == 4 and functions.dtype == torch.float32
+        self.channels_last = images and fits_channels_last(self.module)
         self.copied: list[tuple[Tensor, Tensor]] = []  # parameters that are copies of their view into x
         for parameter, view in zip(self.parameters, functions.flat.unflatten(self.x).values(), strict=True):
             parameter.data = view
-            if functions.mixed:
-                parameter.data = torch.empty_like(view, dtype=functions.dtype)
-                self.copied.append((parameter.data, view))
-            elif self.channels_last and view.ndim == 4:
-                parameter.data = torch.empty_like(view, memory_format=torch.channels_last)
+            last = self.channels_last and view.ndim == 4
+            if functions.mixed or last:
+                layout = torch.channels_last if last else torch.preserve_format
+                parameter.data = torch.empty_like(view, dtype=functions.dtype, memory_format=layout)
                 self.copied.append((parameter.data, view))
             parameter.requires_grad_()
         self.g_views = list(functions.flat.unflatten(self.g).values())
 
     def train(self, job: Job, rules: Rules, lock: threading.Lock, stop: threading.Event) -> Result | None:
-        """Run one client's round; return None if ``stop`` was set.
-
-        Args:
-            job: the client's part in the round.
-            rules: the algorithm's rules, which threads share.
-            lock: held while the module that threads share is used.
-            stop: ends the round early.
-        """
+        """Run one client's round; return None if ``stop`` was set. Threads share ``rules`` and ``lock``."""
         round, client = job.round, job.state
         down, functions = round.down, round.functions
         self._switch_to(functions)
@@ -109,14 +98,9 @@ class Trainer:
             parameter.copy_(view)
         with torch.enable_grad():
             loss = self.functions.task.loss(self.module(inputs), targets)
-            gradients: tuple[Tensor | None, ...] = torch.autograd.grad(
-                loss, self.parameters, allow_unused=True
-            )
+            gradients = torch.autograd.grad(loss, self.parameters, materialize_grads=True)
         for view, g in zip(self.g_views, gradients, strict=True):
-            if g is None:
-                view.zero_()
-            else:
-                view.copy_(g)
+            view.copy_(g)
         return loss.detach()
 
     def _switch_to(self, functions: TaskFunctions) -> None:
@@ -144,7 +128,7 @@ class Trainer:
 
 
 class DrawFrom(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lets operations of this thread draw from a given generator instead of torch's global one."""
+    """Lets operations of this thread draw from another generator than torch's global one."""
 
     def __init__(self, generator: torch.Generator) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

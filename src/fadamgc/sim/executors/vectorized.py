@@ -1,13 +1,13 @@
 """A block of clients at once: one batched gradient for all of them in each step (torch.func).
 
 The clients of a block may belong to different runs (other seeds, other step sizes) and may have different
-amounts of data and different K. Two ways keep that exact: where loss and model treat the samples of a batch
-one by one, short batches are padded and the padding gets weight zero; where they do not (BatchNorm, a loss
-that is not a plain mean), only clients whose batches have the same sizes share a block.
+amounts of data and different K. If loss and model treat the samples of a batch one by one, short batches are
+padded, and the padding has weight zero. If not (BatchNorm, a loss that is not a plain mean), only clients
+whose batches have the same sizes share a block.
 
-A whole local step (gradient, the algorithm's rules, update) is one graph, compiled where that pays. The
-result of a client depends neither on the other clients of its block nor on the size of the block. A block
-is cut into equal *parts*, one per thread; compiled code is for the clients of one part.
+A whole local step (gradient, the algorithm's rules, update) is one graph, compiled if that pays. The result
+of a client depends neither on the other clients of its block nor on the size of the block. A block is cut
+into equal *parts*, one per thread; compiled code is for the clients of one part.
 """
 
 from __future__ import annotations
@@ -20,16 +20,15 @@ import torch
 from torch import Tensor
 
 from fadamgc.algorithm import AnyAlgorithm
-from fadamgc.errors import FadamgcError, InputError
+from fadamgc.errors import FadamgcError, whole
 from fadamgc.federation.jobs import Job, Result
 from fadamgc.federation.traits import check_batchable, is_samplewise
 from fadamgc.hyperparameters import with_values
 from fadamgc.runtime import one_thread
 from fadamgc.sim.executors.base import Workload
-from fadamgc.sim.executors.block import Batch, BlockMath, End, Inputs, Progress
-from fadamgc.sim.executors.block_batches import block_batches, padded_width
+from fadamgc.sim.executors.block import Batch, BlockMath, End, Inputs, Progress, block_batches, padded_width
 from fadamgc.sim.executors.loop import run_job
-from fadamgc.sim.executors.machine_code import Code, compiled, compiler
+from fadamgc.sim.executors.machine_code import NativeCode, compiled, compiler
 from fadamgc.sim.executors.trace import flat_function, liftable, record
 from fadamgc.tree import leaves, map_leaves, rebuild, skeleton
 
@@ -42,7 +41,7 @@ LONG_RUN = 1000  # local steps that a run must plan for a compilation to pay
 
 
 class _Kind(NamedTuple):
-    """What algorithms must have in common to share a block: everything except lifted numbers."""
+    """The part of an algorithm that must be equal in a block: everything except lifted numbers."""
 
     lifted_names: tuple[str, ...]
     description: str
@@ -52,17 +51,16 @@ class VectorizedExecutor:
     """Runs one client's rules on a whole block of clients through vmap.
 
     Args:
-        workload: what will be run. Jobs may belong to other tasks with the same model and loss.
+        workload: the work of a run. Jobs may belong to other tasks with the same model and loss.
         block: clients at once; None is as many as are fast.
-        compile: whether steps become machine code; None is where a compiler exists and the run is long
-            enough for that to pay.
+        compile: whether steps become machine code; None compiles if the run is long enough.
     """
 
     name = "vectorized"
 
     def __init__(self, workload: Workload, block: int | None = None, compile: bool | None = None) -> None:
-        if block is not None and block < 1:
-            raise InputError(f"block={block} is not accepted; it must be at least 1")
+        if block is not None:
+            whole("block", block, 1)
         functions = workload.functions
         self.workload, self.functions = workload, functions
         vector_bytes = functions.flat.d * functions.x0.element_size()
@@ -74,17 +72,11 @@ class VectorizedExecutor:
             many_shapes = not self.samplewise or (workload.whole and workload.ragged)
             long = workload.rounds * workload.steps >= LONG_RUN
             compile = long and not many_shapes and functions.device.type == "cpu"
-        self._compile = compile and compiler() is not None
-        self._failed = False
-        self.threads = torch.get_num_threads() if self._compile else 1
+        self.compiled = compile and compiler() is not None  # whether steps are machine code
+        self.threads = torch.get_num_threads() if self.compiled else 1
         self._kinds: dict[AnyAlgorithm, _Kind] = {}
         self._graphs: dict[Any, Any] = {}
         self._part_sizes: set[int] = set()  # for which there is compiled code
-
-    @property
-    def compiled(self) -> bool:
-        """Whether steps are machine code."""
-        return self._compile and not self._failed
 
     def run(self, jobs: Sequence[Job]) -> Iterator[Result]:
         """Run the jobs, block by block."""
@@ -122,19 +114,16 @@ class VectorizedExecutor:
         return self._kinds[algorithm]
 
     def _part_size(self, clients: int) -> int:
-        """Return for how many clients a step is, such that a group needs few blocks of equal parts.
+        """Return the number of clients in a part, such that a group needs few blocks of equal parts.
 
-        At least two clients, since a step for one would be other code. Compiled code for another size is
-        used if that wastes little.
+        It is at least two, since a step for one client would be other code. Compiled code for another number
+        is used if that wastes little.
         """
         blocks = -(-clients // (self.block * self.threads))
         size = max(2, -(-clients // (blocks * self.threads)))
-        if self._compile:
-            near = [
-                s
-                for s in self._part_sizes
-                if 0.7 * size <= s and -(-clients // s) * s <= 1.25 * max(clients, 2)
-            ]
+        if self.compiled:
+            most = 1.25 * max(clients, 2)
+            near = [s for s in self._part_sizes if s >= 0.7 * size and -(-clients // s) * s <= most]
             size = max(near, default=size)
             self._part_sizes.add(size)
         return size
@@ -160,7 +149,7 @@ class VectorizedExecutor:
         )
         state, up = self._once(math.finish, kind, inputs, progress, end)
         loss = progress.loss / end.K.to(functions.x0.dtype)
-        # A sum is finite only if all its numbers are; the engine checks again where a sum has overflowed.
+        # A sum is finite only if all its numbers are; the engine checks again, since a sum may overflow.
         sums = [t.reshape(C, -1).sum(dim=1) for t in (*leaves(state), *leaves(up))]
         finite = torch.stack(sums).isfinite().all(dim=0).tolist()
         states = _unstack(state, C, torch.clone)  # a row itself would keep the whole block in memory
@@ -173,27 +162,30 @@ class VectorizedExecutor:
         """Take a step for each batch. Compiled steps write into ``progress``; others return a new one."""
         series = leaves(batches)
         shapes = [None if t is None else t.shape[2:] for t in batches]
-        if not self._compile:
-            graph = self._cached(
-                ("step", kind.description, len(progress.x), *shapes),
-                lambda: _recorded(math.step, (inputs, progress, batches.at(0))),
+        if self.compiled:
+            code = self._cached(
+                ("compiled", kind.description, part, *shapes),
+                lambda: self._compiled(math, inputs, progress, batches, slice(0, part)),
             )
-            front, tensors = leaves(inputs), leaves(progress)
-            for batch in zip(*(t.unbind() for t in series), strict=True):
-                tensors = graph(*front, *tensors, *batch)
-            return rebuild(progress, tensors)
-        rows = slice(0, part)
-        code: Code = self._cached(
-            ("step", kind.description, part, *shapes),
-            lambda: self._compiled(math, (inputs.rows(rows), progress.rows(rows), batches.rows(rows).at(0))),
+            if code is not None:
+                fixed, *others = inputs
+                parts = len(progress.x) // part
+                code.repeat(leaves(fixed), [*leaves(others), *leaves(progress)], series, parts, threads=parts)
+                return progress
+        graph = self._cached(
+            ("step", kind.description, len(progress.x), *shapes),
+            lambda: _recorded(math.step, (inputs, progress, batches.at(0))),
         )
-        fixed, *others = inputs
-        parts = len(progress.x) // part
-        code.repeat(leaves(fixed), [*leaves(others), *leaves(progress)], series, parts, threads=parts)
-        return progress
+        front, tensors = leaves(inputs), leaves(progress)
+        for batch in zip(*(t.unbind() for t in series), strict=True):
+            tensors = graph(*front, *tensors, *batch)
+        return rebuild(progress, tensors)
 
-    def _compiled(self, math: BlockMath, arguments: tuple[Inputs, Progress, Batch]) -> Code:
-        """Compile a step that writes its results into the tensors of its progress."""
+    def _compiled(
+        self, math: BlockMath, inputs: Inputs, progress: Progress, batches: Batch, rows: slice
+    ) -> NativeCode | None:
+        """Compile a step that writes its results into the tensors of its progress; None if that fails."""
+        arguments = inputs.rows(rows), progress.rows(rows), batches.rows(rows).at(0)
         step, like = flat_function(math.step, arguments), skeleton(arguments)
 
         def in_place(*tensors: Tensor) -> list[Tensor]:
@@ -204,19 +196,19 @@ class VectorizedExecutor:
 
         tensors = leaves(arguments)
         code = compiled(record(in_place, tensors), tensors)
-        self._failed |= not code.machine
+        self.compiled = code is not None
         return code
 
     def _once(self, stage: Callable[..., Any], kind: _Kind, *arguments: Any) -> Any:
         """Run a stage that happens once per round; it becomes a graph in long runs only."""
-        if not self._compile:
+        if not self.compiled:
             return stage(*arguments)
         key = (stage.__name__, kind.description, len(arguments[0].down.x))
         graph, like = self._cached(key, lambda: (_recorded(stage, arguments), skeleton(stage(*arguments))))
         return rebuild(like, graph(*leaves(arguments)))
 
     def _cached(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
-        """Return what was made for a key; the entries that were used last are kept."""
+        """Return the entry of a key, made once; the entries that were used last are kept."""
         entry = self._graphs.pop(key, None) or make()
         self._graphs[key] = entry  # now the youngest
         if len(self._graphs) > CACHED_GRAPHS:
