@@ -16,6 +16,7 @@ from test_transcription import ATOL, FULL, PARTIAL, RTOL, SCHEDULES, K, make_pro
 
 import fadamgc
 import transcription_zoo
+from fadamgc.federation.sampling import draw_steps
 from transcription import Problem, Result, Schedule, Steps
 
 
@@ -36,8 +37,8 @@ class Case:
     def call(
         self, function: Callable[..., Result], problem: Problem, schedule: Schedule, K: Steps = K
     ) -> Result:
-        if self.by_round and isinstance(K, int):
-            K = [K] * len(schedule)
+        if self.by_round:  # the coin of each round, which all clients share
+            K = [draw_steps(0, t, self.options["p"]) for t in range(1, len(schedule) + 1)]
         return function(problem, schedule, K, **self.options)
 
     def algorithm(self) -> Any:
@@ -193,12 +194,10 @@ class TwoTensors(torch.nn.Module):
 
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 def test_blocks_of_fedadamw_are_the_parameter_tensors(schedule: Schedule) -> None:
-    """If the class has a field for the sizes of the blocks, the field is set; else the model has them."""
     problem = make_problem()
     task = dataclasses.replace(make_task(problem), model=TwoTensors(torch.from_numpy(problem.x)))
     options = ADAMW | {"second_moment": "blocks"}
-    fields = {f.name for f in dataclasses.fields(fadamgc.FedAdamW)} & {"sizes", "blocks", "block_sizes"}
-    algorithm = fadamgc.FedAdamW(**options, **dict.fromkeys(fields, (2, 3)))
+    algorithm = fadamgc.FedAdamW(**options)
     expected = transcription_zoo.fedadamw(problem, schedule, K, **options, sizes=(2, 3))["x"]
     assert_close(xs_of_package(algorithm, task, schedule), expected)
 

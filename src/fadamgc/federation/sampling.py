@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 # One number for each kind of draw, so that no two kinds share a stream.
-COHORT, BATCHES, FORWARD, GRADIENT, EVALUATION = range(5)
+COHORT, BATCHES, FORWARD, GRADIENT, EVALUATION, COIN = range(6)
 
 
 def generator(seed: int, stream: int, *address: int) -> np.random.Generator:
@@ -52,6 +52,15 @@ def draw(seed: int, t: int, n: int, S: int, tracked: int) -> Draw:
     sampled = random.choice(n, size=S, replace=False)
     both = sampled, random.choice(sampled, size=tracked, replace=False)
     return Draw(*(tuple(sorted(ids.tolist())) for ids in both))
+
+
+def draw_steps(seed: int, t: int, coin: float) -> int:
+    """Draw the number of local steps of round t, which ends after each step with probability ``coin``.
+
+    >>> draw_steps(seed=0, t=1, coin=1.0)
+    1
+    """
+    return int(generator(seed, COIN, t).geometric(coin))
 
 
 POSITIONS, SMALL = 1 << 20, 1 << 12  # samples whose positions are made at once: at most, and at least

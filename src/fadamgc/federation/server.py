@@ -63,6 +63,7 @@ class Federation:
         settings: Settings,
         cost: CostModel | None = None,
     ) -> None:
+        algorithm = algorithm.for_model(functions.flat.shapes)
         self.algorithm, self.functions, self.n, self.settings = algorithm, functions, n, settings
         self.task = functions.task
         self.cost = cost or CostModel()

@@ -13,7 +13,7 @@ import torch
 
 from fadamgc.algorithm import AnyAlgorithm
 from fadamgc.errors import InputError, listed, not_accepted, real, shown, whole
-from fadamgc.federation.sampling import Batches, Draw, draw
+from fadamgc.federation.sampling import Batches, Draw, draw, draw_steps
 from fadamgc.files import as_json
 from fadamgc.task import DTYPES
 
@@ -136,6 +136,11 @@ class Settings:
                 f"local_epochs={self.local_epochs} is {K} local steps of a client; at most {LARGEST_COUNT} "
                 "are possible"
             )
+        if algorithm.coin is not None and self.local_epochs is not None:
+            raise InputError(
+                f"local_epochs={self.local_epochs} is given, but {type(algorithm).__name__} draws the number "
+                "of local steps; omit it"
+            )
         if algorithm.full_participation:
             self._check_full_participation(n, sizes, type(algorithm).__name__)
 
@@ -188,8 +193,13 @@ class Settings:
         S = n if self.sampled is None else self.sampled
         return S, S if self.tracked is None else self.tracked
 
-    def steps(self, samples: int) -> int:
-        """Return the number of local steps K of a client with that many samples."""
+    def steps(self, samples: int, t: int = 0, coin: float | None = None) -> int:
+        """Return the number of local steps K of a client with that many samples.
+
+        With a ``coin`` (see ``Algorithm.coin``) K is drawn for round t, and its mean is returned for t = 0.
+        """
+        if coin is not None:
+            return draw_steps(self.seed, t, coin) if t else round(1 / coin)
         if self.local_steps is not None:
             return self.local_steps
         assert self.local_epochs is not None
@@ -206,7 +216,7 @@ class Settings:
         raw = np.asarray(sizes if self.weights == "size" else self.weights, dtype=np.float64)
         return [float(w) for w in raw * (len(raw) / raw.sum())]
 
-    def batches(self, t: int, client: int, samples: int) -> Batches:
+    def batches(self, t: int, client: int, samples: int, coin: float | None = None) -> Batches:
         """Return the mini-batches of a client with that many samples in round t.
 
         With ``local_steps`` the client reads its data in random orders, one after the other, until K full
@@ -214,7 +224,7 @@ class Settings:
         which may be smaller. A client with no more data than a batch uses all of it in every step, in the
         order of its data.
         """
-        K, B = self.steps(samples), self.batch_size
+        K, B = self.steps(samples, t, coin), self.batch_size
         if B is None or samples <= B:
             return Batches(K, samples, samples)
         address, rest = (self.seed, t, client), samples % B

@@ -34,7 +34,7 @@ class LocalClient:
 
     def train(self, round: Round, settings: Settings, state: object, tracked: bool) -> Result:
         """Run the client's part of a round."""
-        batches = settings.batches(round.t, self.client, self.data.size)
+        batches = settings.batches(round.t, self.client, self.data.size, round.algorithm.coin)
         with torch.inference_mode(False):
             return train(Job(round, self.client, self.data, lambda: state, tracked, batches))
 
@@ -47,6 +47,7 @@ def handle_request(client: LocalClient, store: ClientStore, train: TrainRequest)
     """
     request, tracked, algorithm, settings, vectors, buffers = train
     functions = client.functions
+    algorithm = algorithm.for_model(functions.flat.shapes)
     like = example(algorithm, stand_in(functions.flat.d, functions.x0.dtype))
     is_setup = request.stamp.round == 0  # the server wants the gradient at the initial model
     owner = f"client {client.client}: the server's"

@@ -62,14 +62,15 @@ class Coordinator:
             name = type(algorithm).__name__
             raise InputError(f"{refused} it must be {self.n}: {name} needs all clients in every round")
         settings.check(self.n, [1] * self.n, algorithm)
-        self.functions, self.algorithm, self.task = TaskFunctions(task, settings.dtype), algorithm, task
-        self.settings, self.federation = settings, Federation(algorithm, self.functions, self.n, settings)
+        self.functions, self.task, self.settings = TaskFunctions(task, settings.dtype), task, settings
+        self.federation = Federation(algorithm, self.functions, self.n, settings)
+        self.algorithm = self.federation.algorithm
         max_samples = whole("max_samples", options.max_samples, 0) or math.inf
         max_size_ratio = options.max_size_ratio or math.inf
         self.members = Members(self.n, settings, max_samples, max_size_ratio)
         max_norm, max_norm_ratio = options.max_update_norm or math.inf, options.max_norm_ratio or math.inf
         self.checks = ReplyChecks(self.functions.module, max_norm, max_norm_ratio)
-        self._up = example(algorithm, torch.zeros_like(self.functions.x0)).up
+        self._up = example(self.algorithm, torch.zeros_like(self.functions.x0)).up
         self.generation = 0
         self.counted: dict[int, Stamp] = {}
         self.refusals: list[str] = []  # the last ones, for people to read
@@ -174,8 +175,9 @@ class Coordinator:
                 raise refusal(client, "not asked", "it was not asked in this round")
             if client in self._replies:
                 raise refusal(client, "twice", "it has already answered")
-            samples, is_setup = self.members.samples.get(client), not asked.request.stamp.round
-            steps = None if samples is None or is_setup else self.settings.steps(samples)
+            samples, t = self.members.samples.get(client), asked.request.stamp.round  # 0: the setup
+            known = samples is not None and t > 0
+            steps = self.settings.steps(samples or 0, t, self.algorithm.coin) if known else None
             norms = self.checks.check(reply, asked.request, *self.wanted(client), steps)
         self._replies[client], self._norms[client], self._screened = reply, norms, False
 

@@ -92,7 +92,7 @@ class Engine:
     def __init__(
         self, algorithm: AnyAlgorithm, task: Task, settings: Settings, options: Options, resources: Resources
     ) -> None:
-        self.algorithm, self.settings, self.options = algorithm, settings, options
+        self.settings, self.options = settings, options
         self._task_parts = resources.task_parts(task, settings.dtype, options.device)
         self.functions, self.data = self._task_parts.functions, self._task_parts.clients
         functions = self.functions
@@ -102,7 +102,8 @@ class Engine:
             )
         self.federation = Federation(algorithm, functions, len(self.data), settings, options.cost)
         self.federation.weights = settings.weight_of(self.data.size)
-        self.workload = Workload.of(functions, self.data, algorithm, settings)
+        self.algorithm = self.federation.algorithm
+        self.workload = Workload.of(functions, self.data, self.algorithm, settings)
         self._in_memory = options.states == "memory" or (options.states == "auto" and self._fits_memory())
         self.checkpoint = None if options.checkpoint is None else Checkpoint(Path(options.checkpoint))
         self._saved_round = -1
@@ -215,7 +216,7 @@ class Engine:
         jobs = []
         for i in draw.sampled:
             data = self.data[i]
-            batches = s.batches(round.t, i, data.size)
+            batches = s.batches(round.t, i, data.size, self.algorithm.coin)
             jobs.append(Job(round, i, data, partial(self.clients.__getitem__, i), i in tracked, batches))
         return jobs
 

@@ -35,7 +35,8 @@ class Workload(NamedTuple):
         partial_epochs = s.local_epochs is not None and not whole and bool((clients.size % batch).any())
         ragged = partial_epochs or bool((clients.size < batch).any())
         sampled = len(s.who(1, len(clients)).sampled) if s.rounds else 1
-        return cls(functions, clients, algorithm, s.rounds, sampled, s.steps(largest), batch, ragged, whole)
+        steps = s.steps(largest, coin=algorithm.coin)
+        return cls(functions, clients, algorithm, s.rounds, sampled, steps, batch, ragged, whole)
 
 
 class Executor(Protocol):
