@@ -217,9 +217,10 @@ class Adam(LocalRule):
         v = beta2 v + (1 - beta2) g^2
         d = m / (sqrt(v) + eps)                          amsgrad: v_hat = max(v_hat, v) instead of v
 
-    With ``bias_correction``, m and v (v_hat) are divided by 1 - beta^k in d, where k counts the steps since
-    the moment was zero: the steps of the round where a moment is reset, all steps of the client where it is
-    kept. With amsgrad and ``v="share"``, v_hat is averaged and v starts a round at the average.
+    With ``bias_correction``, m and v are divided by 1 - beta^k in d, where k counts the steps since the
+    moment was zero: the steps of the round where a moment is reset, all steps of the client where it is kept.
+    With amsgrad, v_hat is then the maximum of the corrected v, as in optax and declearn; torch corrects the
+    maximum. With amsgrad and ``v="share"``, v_hat is averaged and v starts a round at the average.
 
     Args:
         eta_l: local step size.
@@ -255,16 +256,17 @@ class Adam(LocalRule):
 
     def direction(self, moments: AdamMoments, x: Tensor, g: Tensor) -> tuple[Tensor, AdamMoments]:
         first, second = moments
-        m = ema(first.m, g, self.beta1)
-        v = ema(second.v, g * g, self.beta2)
-        m_ratio, v_ratio = m, torch.maximum(second.v_hat, v) if self.amsgrad else v
-        v_hat: Any = v_ratio if self.amsgrad else Empty()
-        k_m, k_v = first.k, second.k
+        m, k_m = ema(first.m, g, self.beta1), first.k
+        v, k_v = ema(second.v, g * g, self.beta2), second.k
+        above, below = m, v
         if self.bias_correction:
-            k_m, k_v = first.k + 1, second.k + 1
-            m_ratio, v_ratio = m / (1 - self.beta1**k_m), v_ratio / (1 - self.beta2**k_v)
-        d = adam_ratio(m_ratio, v_ratio, self.eps)
-        return d, AdamMoments(AdamFirst(m, k_m), AdamSecond(v, v_hat, k_v))
+            k_m, k_v = k_m + 1, k_v + 1
+            above, below = m / (1 - self.beta1**k_m), v / (1 - self.beta2**k_v)
+        if self.amsgrad:
+            below = torch.maximum(second.v_hat, below)
+        v_hat: Any = below if self.amsgrad else Empty()
+        moments = AdamMoments(AdamFirst(m, k_m), AdamSecond(v, v_hat, k_v))
+        return adam_ratio(above, below, self.eps), moments
 
     def shared(self, name: str, moment: Any) -> Any:
         return moment._replace(v=Empty()) if name == "v" and self.amsgrad else moment
