@@ -1,4 +1,4 @@
-"""What every registered algorithm must pass, and the skeleton in docs/."""
+"""What every registered algorithm must pass, and the skeleton."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from fadamgc.federation.cost import traffic
 from fadamgc.federation.functions import TaskFunctions
 from fadamgc.federation.sampling import draw
 from fadamgc.fields import options
+from fadamgc.judge.skeleton import MyMethod
 from fadamgc.methods import _REGISTRY, algorithm_class
 from fadamgc.sim.executors import VectorizedExecutor
 from fadamgc.tree import leaves, named_leaves
 from problems import EVEN, REPRESENTATIVES, class_task, settings_for
-from skeleton import MyMethod
 
 CLASSES = {name: algorithm_class(name) for name in fadamgc.algorithms()} | {"skeleton": MyMethod}
 

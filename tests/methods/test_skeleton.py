@@ -1,4 +1,4 @@
-"""Tests of docs/skeleton.py, to copy with it: two steps computed by hand, and the rules again in numpy."""
+"""Tests of the skeleton, to copy with it: two steps computed by hand, and the rules again in numpy."""
 
 import shutil
 import subprocess
@@ -12,8 +12,9 @@ from test_transcription import PARTIAL, K, make_problem, make_task
 
 import fadamgc
 from fadamgc.algorithm import Cohort
+from fadamgc.judge import skeleton
+from fadamgc.judge.skeleton import MyMethod
 from places import ROOT
-from skeleton import MyMethod
 
 
 def test_two_steps_by_hand():
@@ -73,7 +74,7 @@ def test_one_file_and_one_line_add_an_algorithm(tmp_path):
     """The steps of docs/extending.md, in a copy of the package."""
     shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
     methods = tmp_path / "src" / "fadamgc" / "methods"
-    shutil.copy(ROOT / "docs" / "skeleton.py", methods / "my_method.py")
+    shutil.copy(skeleton.__file__, methods / "my_method.py")
     text = (methods / "__init__.py").read_text()
     line = "from fadamgc.methods.my_method import MyMethod as MyMethod"
     assert line in (ROOT / "docs" / "extending.md").read_text()

@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 from fadamgc.cli.console import say
 from fadamgc.cli.data_commands import app as data_app
 from fadamgc.cli.federation_commands import app as federation_app
+from fadamgc.cli.judge_commands import app as judge_app
 from fadamgc.cli.run_commands import app as run_app
 from fadamgc.cli.show_commands import app as show_app
 from fadamgc.errors import FadamgcError
@@ -96,5 +97,6 @@ def _fadamgc(
 
 app.add_typer(run_app)
 app.add_typer(show_app)
+app.add_typer(judge_app)
 app.add_typer(data_app, name="data")
 app.add_typer(federation_app, name="federation")

@@ -1,6 +1,6 @@
 """A skeleton to copy: local SGD with momentum and gradient correction, in one file.
 
-cp docs/skeleton.py src/fadamgc/methods/my_method.py      and then see docs/extending.md
+fadamgc new my_method      writes a copy with a test; docs/extending.md explains the parts
 """
 
 from __future__ import annotations

@@ -1,0 +1,48 @@
+"""Commands for inventors of methods: judge, new."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fadamgc.cli.console import argument, option, say, terminal
+
+app = typer.Typer()
+
+
+@app.command()
+def judge(
+    method: Annotated[str, argument("my_file.py:MyMethod, my_module:MyMethod, or a name of `fadamgc list`.")],
+    quick: Annotated[bool, option("Only the checks, a few seconds.", "--quick")] = False,
+    as_json: Annotated[bool, option("Print the verdict as JSON.", "--json")] = False,
+) -> None:
+    """Judge a method: is it sound, is it exact on quadratics, how does it compare on digits?
+
+    Takes about two minutes. The exit code is 1 if a check fails.
+    """
+    from fadamgc.judge.verdict import find_method
+    from fadamgc.judge.verdict import judge as judge_method
+
+    verdict = judge_method(find_method(method), quick, say)
+    if as_json:
+        print(verdict.to_json())
+    else:
+        verdict.show(terminal())
+    if not verdict.sound:
+        raise typer.Exit(1)
+
+
+@app.command()
+def new(
+    name: Annotated[str, argument("Name of the method, written like a module: my_method.")],
+    folder: Annotated[Path, option("Where to write the two files.", default="here")] = Path(),
+) -> None:
+    """Write a skeleton of a method and its test, ready to run and to change."""
+    from fadamgc.judge.new import new_method
+
+    method, test = new_method(name, folder)
+    class_name = "".join(word.capitalize() for word in name.split("_"))
+    say(f"wrote {method} and {test}")
+    say(f"try: pytest {test}   and   fadamgc judge {method}:{class_name}")

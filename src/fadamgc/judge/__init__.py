@@ -1,0 +1,1 @@
+"""A bench for inventors: is a method sound, is it exact, and how does it compare?"""

@@ -1,0 +1,233 @@
+"""Checks that every method must pass, whatever it computes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from fadamgc.algorithm import AnyAlgorithm, Cohort, Example, add, example
+from fadamgc.errors import FadamgcError, first_line
+from fadamgc.federation.client_data import ClientTable
+from fadamgc.federation.cost import traffic
+from fadamgc.federation.functions import TaskFunctions
+from fadamgc.federation.run import Run
+from fadamgc.federation.sampling import draw
+from fadamgc.federation.settings import Settings
+from fadamgc.files import as_json
+from fadamgc.optim import ClientOptimizer
+from fadamgc.runtime import seeded
+from fadamgc.sim.simulate import simulate
+from fadamgc.task import Task
+from fadamgc.tree import leaves, named_leaves
+
+ROUNDS, K, BATCH, SEED = 4, 5, 8, 3
+RTOL, ATOL = 1e-9, 1e-11  # in float64; rules that divide by small numbers magnify rounding
+
+
+class Check(NamedTuple):
+    """The result of a check."""
+
+    name: str
+    passed: bool
+    detail: str = ""  # why it failed, or what was found
+
+
+def small_task() -> Task:
+    """Return a classification task of six clients that differ in size and in distribution."""
+    with seeded(0):
+        model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+        clients = []
+        for i, size in enumerate((3, 20, 7, 16, 40, 9)):
+            x = torch.randn(size, 5) + 0.3 * i
+            clients.append((x, (x[:, :3] + 0.5 * torch.randn(size, 3)).argmax(dim=1)))
+    return Task(model, cross_entropy, clients, clients[4], name="six small clients")
+
+
+def run_checks(algorithm: AnyAlgorithm) -> Iterator[Check]:
+    """Yield the results of all checks; an error in a check is its failure."""
+    for name, check in CHECKS.items():
+        try:
+            yield Check(name, True, check(algorithm) or "")
+        except (FadamgcError, AssertionError) as error:
+            yield Check(name, False, first_line(error))
+        except Exception as error:
+            yield Check(name, False, f"{type(error).__name__}: {first_line(error)}")
+
+
+def _simulate(algorithm: AnyAlgorithm, task: Task, executor: str = "loop", **others: Any) -> Run:
+    n = task.n
+    who = {"sampled": n, "tracked": n} if algorithm.full_participation else {"sampled": 3, "tracked": 2}
+    settings: dict[str, Any] = {"rounds": ROUNDS, "local_steps": K, "batch_size": BATCH, "seed": SEED, **who}
+    arguments = settings | {"dtype": torch.float64, "executor": executor, "progress": False} | others
+    return simulate(algorithm, task, **arguments)
+
+
+def check_contract(algorithm: AnyAlgorithm) -> str:
+    """Check the dataclass, the types of states and messages, and the hyperparameters as plain data."""
+    parameters = getattr(type(algorithm), "__dataclass_params__", None)
+    assert parameters is not None, "the class is not a dataclass; write @dataclass(frozen=True) above it"
+    assert parameters.frozen, "the class is not frozen; write @dataclass(frozen=True) above it"
+    assert isinstance(algorithm.title, str), "title is not a text"
+    states = example(algorithm, torch.linspace(1, 2, 5))
+    for kind, state in states._asdict().items():
+        assert hasattr(state, "_fields"), f"{kind} is {type(state).__name__}, not a NamedTuple"
+        for name, leaf in named_leaves(state).items():
+            assert isinstance(leaf, Tensor), f"{kind}.{name} is {type(leaf).__name__}, not a tensor"
+            assert leaf.ndim == 1, f"{kind}.{name} has the shape {tuple(leaf.shape)}, not (d,) or (1,)"
+    assert states.down._fields[0] == "x", "the first field of the server's message must be x"
+    assert hasattr(states.server, "x"), "the server's state has no x"
+    missing = set(algorithm.tracked_only) - set(states.up._fields)
+    assert not missing, f"tracked_only names {sorted(missing)}, which the client's message does not have"
+    plain = json.loads(json.dumps(as_json(algorithm.plain())))
+    assert type(algorithm).make(**plain) == algorithm, "make(**plain()) is another algorithm"
+    return f"{len(algorithm.setting_names())} hyperparameters"
+
+
+def check_purity(algorithm: AnyAlgorithm) -> None:
+    """Check that methods change none of their arguments and give the same result twice."""
+    x = torch.linspace(1, 2, 5, dtype=torch.float64)
+    first = example(algorithm, x)
+    copies = Example(*([leaf.clone() for leaf in leaves(part)] for part in first))
+    second = example(algorithm, x)
+    algorithm.aggregate(first.server, first.up, Cohort(n=4, S=2, K=1, t=1))
+    algorithm.finish(first.down, first.client, first.local, x + 1, 3, False)
+    algorithm.step(first.down, first.client, first.local, x + 2, x - 1)
+    for kind in Example._fields:
+        now = leaves(getattr(first, kind))
+        for before, after, again in zip(
+            getattr(copies, kind), now, leaves(getattr(second, kind)), strict=True
+        ):
+            assert torch.equal(before, after), f"a method changes the tensors of {kind}"
+            assert torch.equal(before, again), f"two equal calls give another {kind}"
+
+
+def check_executors(algorithm: AnyAlgorithm) -> str:
+    """Check that all executors give the same numbers."""
+    task = small_task()
+    runs = {name: _simulate(algorithm, task, name) for name in ("loop", "threads", "vectorized")}
+    largest = 0.0
+    for name in ("threads", "vectorized"):
+        _assert_close(runs[name].x, runs["loop"].x, f"x on {name} and on loop")
+        for i, (state, expected) in enumerate(zip(runs[name].clients, runs["loop"].clients, strict=True)):
+            for a, b in zip(leaves(state), leaves(expected), strict=True):
+                _assert_close(a, b, f"the state of client {i} on {name} and on loop")
+        largest = max(largest, float((runs[name].x - runs["loop"].x).abs().max()))
+    return f"loop, threads, vectorized; largest difference {largest:.1g}"
+
+
+def check_client_optimizer(algorithm: AnyAlgorithm) -> None:
+    """Check that ``ClientOptimizer`` in a hand-written loop gives the simulator's numbers."""
+    task = small_task()
+    run = _simulate(algorithm, task)
+    functions = TaskFunctions(task, torch.float64)
+    model = TaskFunctions(task, torch.float64).module.requires_grad_(True)
+    table = ClientTable(task, functions.dtype, functions.device)
+    settings = Settings(rounds=ROUNDS, local_steps=K, batch_size=BATCH, seed=SEED)
+    bound = algorithm.for_model(functions.flat.shapes)
+
+    def whole(x: Tensor, i: int) -> Tensor:
+        return functions.whole_gradient(x, {}, i, table[i], SEED, 0)
+
+    starts = [whole(functions.x0, i) if bound.init_gradient else None for i in range(task.n)]
+    mean = torch.stack([g for g in starts if g is not None]).mean(0) if bound.init_gradient else None
+    server = bound.init_server(functions.x0, mean)
+    optimizers = [ClientOptimizer(model.parameters(), algorithm, g) for g in starts]
+    n = task.n
+    who = (n, n) if algorithm.full_participation else (3, 2)
+    for t in range(1, ROUNDS + 1):
+        sampled, tracked = draw(SEED, t, n, *who)
+        down, total = bound.broadcast(server), None
+        steps = 0
+        for i in sampled:
+            optimizers[i].start_round(down, whole(down.x, i) if bound.round_gradient else None)
+            for positions in settings.batches(t, i, table[i].size, bound.coin):
+                optimizers[i].zero_grad()
+                inputs, targets = table[i].batch(positions)
+                torch.autograd.backward(task.loss(model(inputs), targets))
+                optimizers[i].step()
+                steps += 1
+            up = optimizers[i].finish_round(tracked=i in tracked)
+            total = up if total is None else add(total, up)
+        cohort = Cohort(n=n, S=len(sampled), K=steps / len(sampled), t=t)
+        server = bound.aggregate(server, total, cohort)
+    _assert_close(server.x, run.x, "x with ClientOptimizer and in the simulator")
+
+
+def check_resume(algorithm: AnyAlgorithm) -> None:
+    """Check that a run that was interrupted equals one that was not, bit for bit."""
+    task = small_task()
+    whole = _simulate(algorithm, task)
+    with tempfile.TemporaryDirectory() as folder:
+        for rounds in (2, ROUNDS):
+            run = _simulate(algorithm, task, rounds=rounds, checkpoint=Path(folder) / "c", resume=True)
+        for a, b in zip([run.server, *run.clients], [whole.server, *whole.clients], strict=True):
+            for p, q in zip(leaves(a), leaves(b), strict=True):
+                assert torch.equal(p, q), "a resumed run differs from one without a stop"
+
+
+def check_bytes(algorithm: AnyAlgorithm) -> str:
+    """Check that messages have the bytes that are counted, and that untracked clients send what they may."""
+    x = torch.linspace(1, 2, 50)
+    states = example(algorithm, x)
+    _, up = algorithm.finish(states.down, states.client, states.local, x + 1, 3, False)
+    for field in algorithm.tracked_only:
+        sent = any(bool(leaf.any()) for leaf in leaves(getattr(up, field)))
+        assert not sent, f"an untracked client sends {field}, which tracked_only names; it must be zero"
+    counted = traffic(algorithm, len(x))
+    size = 4 * len(x)
+    down, always, tracked = (round(value / size, 1) for value in counted)
+    state = sum(leaf.nbytes for leaf in leaves(states.client)) / size
+    return (
+        f"vectors: {down:g} down, {always:g} up, {tracked:g} more if tracked; {state:.3g} kept by each client"
+    )
+
+
+def check_absent_clients(algorithm: AnyAlgorithm) -> str:
+    """Check that clients that do not take part keep their states."""
+    if algorithm.full_participation:
+        return "all clients take part in every round"
+    seen: list[list[Any]] = []
+    run = _simulate(algorithm, small_task(), callbacks=[lambda end: seen.append(list(end.clients))])
+    states = [[run.clients.initial] * run.clients.n, *seen]
+    for record, before, after in zip(run.history, states, seen, strict=False):
+        for i in set(range(run.clients.n)) - set(record.sampled):
+            for a, b in zip(leaves(before[i]), leaves(after[i]), strict=True):
+                assert torch.equal(a, b), f"client {i} was not in round {record.round}, and its state changed"
+    return ""
+
+
+def check_order(algorithm: AnyAlgorithm) -> None:
+    """Check that the result does not depend on the numbers of the clients."""
+    task = small_task()
+    who = list(range(task.n))
+    schedule = [(who, who)] * ROUNDS
+    options: dict[str, Any] = {"sampled": None, "tracked": None, "schedule": schedule, "batch_size": None}
+    backwards = dataclasses.replace(task, clients=task.pairs[::-1])
+    runs = [_simulate(algorithm, one, **options) for one in (task, backwards)]
+    _assert_close(runs[1].x, runs[0].x, "x with the clients in another order and x")
+
+
+def _assert_close(actual: Tensor, expected: Tensor, what: str) -> None:
+    if not torch.allclose(actual, expected, rtol=RTOL, atol=ATOL):
+        difference = float((actual - expected).abs().max())
+        raise AssertionError(f"{what} differ by {difference:.2g}")
+
+
+CHECKS: dict[str, Callable[[AnyAlgorithm], str | None]] = {
+    "contract": check_contract,
+    "pure": check_purity,
+    "equal on all executors": check_executors,
+    "equal in ClientOptimizer": check_client_optimizer,
+    "resumes bit for bit": check_resume,
+    "bytes are counted": check_bytes,
+    "absent clients untouched": check_absent_clients,
+    "order of clients": check_order,
+}
