@@ -19,7 +19,7 @@ ROOT = Path(fadamgc.__file__).parent
 # What every room may import: values, messages, files, threads and trees; they import only each other.
 FOUNDATION = {
     *("errors", "escape", "files", "bundle", "cache", "runtime", "tree", "fields", "toml", "section"),
-    "hyperparameters",
+    *("hyperparameters", "loading"),
 }
 
 # Room by room, from the ground to the roof: the other rooms that its modules may import.
@@ -53,9 +53,12 @@ ALLOWED = {
         *("experiments.folder", "experiments.report", "experiments.spec"),
         *("federation", "methods", "tasks"),
     },
+    "judge": {
+        *("algorithm", "experiments.spec", "federation", "methods", "optim", "sim", "task", "tasks"),
+    },
     "cli": {
         *("algebra", "data", "experiments", "experiments.folder", "experiments.report", "experiments.run"),
-        *("experiments.spec", "federation", "flower", "methods", "paper", "tasks", "trackers"),
+        *("experiments.spec", "federation", "flower", "judge", "methods", "paper", "tasks", "trackers"),
     },
     "__main__": {"cli"},
 }
