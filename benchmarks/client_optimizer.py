@@ -1,6 +1,6 @@
 """Time one step of ClientOptimizer next to one step of torch's Adam(amsgrad=True, foreach=True).
 
-python benchmarks/client_optimizer.py [--numbers 2600000] [--turns 41] [--threads 1] [--algorithms fadamgc,fedavg]
+python benchmarks/client_optimizer.py [--numbers 2600000] [--turns 41] [--threads 1] [--algorithms fadamgc]
 
 All optimizers take turns, so that all see the same machine; the table has medians, and the median of the
 ratios of each turn. There is no model: the gradients are random numbers.

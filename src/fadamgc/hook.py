@@ -102,6 +102,7 @@ class Correction:
         self._steps = 0
         self._z: list[Tensor | None] = []  # y - y_i of each parameter; None where it is zero
         self._raw: list[Tensor | None] | None = None  # the raw gradients, while the optimizer steps
+        self._corrected: list[tuple[Tensor | None, int]] = []  # the gradients that belong to ``_raw``
         self._optimizer: Optimizer | None = None
         self._handles: list[Any] = []
 
@@ -274,7 +275,7 @@ class Correction:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy of an optimizer has no hooks, so a copy of a Correction is not attached.
-        return self.__dict__ | {"_optimizer": None, "_handles": [], "_raw": None}
+        return self.__dict__ | {"_optimizer": None, "_handles": [], "_raw": None, "_corrected": []}
 
     # The hooks. Before the step: .grad = raw + z. After it: g_sum += raw, .grad = raw.
 
@@ -286,15 +287,33 @@ class Correction:
                 f"{type(optimizer).__name__} takes the GradScaler itself, so its gradients are unknown; use "
                 "an optimizer without the argument grad_scaler"
             )
-        self._raw = None
         closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
         if closure is None:
-            self._correct(optimizer)
+            if self._raw is None or self._failed(optimizer):
+                self._correct(optimizer)
             return None
+        if getattr(closure, "corrected_by", None) is self:  # a step() that calls the step() of its base class
+            return None
+        self._raw = None
         closure = self._with_correction(optimizer, closure)
         if "closure" in kwargs:
             return args, {**kwargs, "closure": closure}
         return (args[0], closure, *args[2:]), kwargs
+
+    def _failed(self, optimizer: Optimizer) -> bool:
+        """Tell, between a correction and the end of its step, why another step begins.
+
+        Either a step() calls the step() of its base class, whose hooks run as well, or the step has failed.
+        """
+        gradients = zip(self._parameters, self._corrected, strict=True)
+        if all(p.grad is g and (g is None or g._version == version) for p, (g, version) in gradients):
+            return False  # the gradients are corrected already
+        if sum("step" in vars(cls) for cls in type(optimizer).__mro__[:-1] if cls is not Optimizer) > 1:
+            raise FadamgcError(
+                f"{type(optimizer).__name__}.step() changes gradients before it calls the step() of its base "
+                "class, or an earlier step failed; start the round again, with start_round(y)"
+            )
+        return True
 
     def _with_correction(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         def corrected() -> Any:
@@ -307,6 +326,7 @@ class Correction:
             self._correct(optimizer)
             return loss
 
+        corrected.corrected_by = self  # type: ignore[attr-defined]
         return corrected
 
     @torch.no_grad()
@@ -335,6 +355,7 @@ class Correction:
             max_norm = self._max_norm * (1.0 if scale is None else float(scale))
             torch.nn.utils.clip_grad_norm_(self._parameters, max_norm)
         self._raw = raw
+        self._corrected = [(p.grad, -1 if p.grad is None else p.grad._version) for p in self._parameters]
 
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG002
@@ -352,7 +373,7 @@ class Correction:
                 continue
             p.grad.copy_(raw)
         self._steps += 1
-        self._raw = None
+        self._raw, self._corrected = None, []
 
     # Helpers.
 

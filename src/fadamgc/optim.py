@@ -36,9 +36,11 @@ class ClientOptimizer(Optimizer):
     A single number in the server's message goes to every group. A number in the client's message (FedExP,
     FedNova) cannot be joined from several groups: such algorithms need one group.
 
-    The steps of long vectors on a CPU work in place and in pieces (see ``pieces.py``), with the same numbers
-    to the bit. Move or convert the model before the optimizer is made. If you do so later, the next call
-    raises an error; ``optimizer.load_state_dict(optimizer.state_dict())`` converts the optimizer's state.
+    The steps of long vectors on a CPU work in place and in pieces (see ``pieces.py``): the numbers are the
+    same, on a single thread up to the rounding of square roots.
+
+    Move or convert the model before the optimizer is made. If you do so later, the next call raises an
+    error; ``optimizer.load_state_dict(optimizer.state_dict())`` converts the optimizer's state.
 
     Args:
         params: parameters or groups, as for any torch optimizer.
@@ -351,8 +353,8 @@ class _Steps:
             if torch.get_num_threads() == 1 and x.dtype in (torch.float32, torch.float64):
                 in_numpy = earlier.program.in_numpy()
             self.view: Callable[[Any], Any] = _same if in_numpy is None else as_array
-            self.program = in_numpy or earlier.program
-            self.positions, self.rows = self._rows(self.program, x)
+            self.run = (in_numpy or earlier.program).run
+            self.positions, self.rows = self._rows(earlier.program, x)
 
     def _record(self, x: Tensor) -> Program | None:
         def step(x: Tensor, g: Tensor, *tensors: Tensor) -> list[Tensor]:
@@ -381,13 +383,14 @@ class _Steps:
     def step(self) -> Any:
         """Change the parameters by one step; return the new local state."""
         down, client, local = self.states
-        if self.recorded.program is None:
+        program = self.recorded.program
+        if program is None:
             x, g = _flat(self.parameters), _gradient(self.parameters)
             x, local = self.algorithm.step(down, client, local, x, g)
             _write(self.parameters, x)
         else:
             with np.errstate(all="ignore"):  # as in torch, 0/0 is NaN without a warning
-                local = self._step_in_place(self.program)
+                local = self._step_in_place(program)
         self.states = down, client, local
         return local
 
@@ -402,7 +405,7 @@ class _Steps:
                 values[0], values[1] = map(self.view, pieces)
                 for position, tensor in zip(self.positions, next(rows), strict=True):
                     values[position] = tensor
-                program.run(values)
+                self.run(values)
             if len(run) > 1 or not run[0].is_contiguous():  # x is a copy
                 _write(run, x)
             else:  # autograd does not see what numpy writes
