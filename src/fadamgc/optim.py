@@ -453,7 +453,7 @@ def _flat(parameters: list[nn.Parameter]) -> Tensor:
 
 
 def _gradient(parameters: list[nn.Parameter]) -> Tensor:
-    return _joined([torch.zeros_like(p) if p.grad is None else p.grad for p in parameters])
+    return _joined([torch.zeros_like(p) if p.grad is None else p.grad.detach() for p in parameters])
 
 
 def _joined(tensors: list[Tensor]) -> Tensor:

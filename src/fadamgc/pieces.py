@@ -91,7 +91,7 @@ class Program(NamedTuple):
         """Return the program for numpy arrays; None if numpy does not have all of its operations."""
         if any(dtype not in (torch.float32, torch.float64) for dtype in self.scratch):
             return None
-        calls = []
+        calls: list[tuple[Callable[..., Any], Callable[[list[Any]], Any]]] = []
         for operation in self.on_vectors:
             ufunc = UFUNCS.get(operation.function.__name__)
             if ufunc is None or operation.options or not operation.writes:
