@@ -408,6 +408,23 @@ def test_a_parameter_without_gradient_is_corrected():
     assert (dy[:48] != 0).any()
 
 
+def test_groups_of_images_keep_their_memory_format():
+    """A parameter in channels_last, with and without a gradient."""
+    models = []
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        torch.manual_seed(0)
+        conv = nn.Conv2d(3, 4, 3).to(memory_format=memory_format)
+        optimizer = torch.optim.AdamW(conv.parameters(), lr=0.1, fused=True)
+        correction = Correction(conv.parameters())
+        correction.attach(optimizer)
+        correction.start_round(torch.linspace(-1, 1, 112))
+        optimizer.step()
+        conv(torch.linspace(0, 1, 75).view(1, 3, 5, 5)).square().sum().backward()
+        optimizer.step()
+        models.append((numbers(conv), correction.finish_round()))
+    torch.testing.assert_close(*models)
+
+
 def test_with_zero_correction_the_hook_changes_nothing():
     models = []
     for hooked in (False, True):

@@ -22,7 +22,8 @@ from torch.optim import LBFGS, Optimizer
 
 from fadamgc.errors import FadamgcError, InputError, finite, shown
 
-_corrected: weakref.WeakKeyDictionary[Optimizer, weakref.WeakSet[Correction]] = weakref.WeakKeyDictionary()
+# The Corrections of each optimizer, so that no gradient is corrected twice.
+_attached: weakref.WeakKeyDictionary[Optimizer, weakref.WeakSet[Correction]] = weakref.WeakKeyDictionary()
 
 
 class Correction:
@@ -159,7 +160,7 @@ class Correction:
                 "Correction per optimizer, from that optimizer's parameters"
             )
         mine = {id(p) for p in self._parameters}
-        others = _corrected.setdefault(inner, weakref.WeakSet())
+        others = _attached.setdefault(inner, weakref.WeakSet())
         if any(mine.intersection(map(id, other._parameters)) for other in others):
             raise FadamgcError(
                 "another Correction of these parameters is attached to this optimizer; detach it"
@@ -177,7 +178,7 @@ class Correction:
             raise FadamgcError("this Correction is not attached; call attach(optimizer) first")
         for handle in self._handles:
             handle.remove()
-        _corrected[self._optimizer].discard(self)
+        _attached[self._optimizer].discard(self)
         self._optimizer, self._handles, self._raw = None, [], None
 
     # A round.
@@ -331,6 +332,7 @@ class Correction:
 
     @torch.no_grad()
     def _correct(self, optimizer: Optimizer) -> None:
+        self._raw, self._corrected = None, []
         self._check_parameters()
         for p in self._parameters:
             if p.grad is not None and p.grad.layout != torch.strided:
@@ -348,7 +350,7 @@ class Correction:
                 continue
             z = z.view_as(p) if scale is None else z.view_as(p) * scale
             if p.grad is None:
-                p.grad = z.to(p.dtype, copy=True)
+                p.grad = torch.empty_like(p).copy_(z)
             else:
                 p.grad.add_(z)
         if self._max_norm is not None:
