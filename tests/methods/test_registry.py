@@ -43,7 +43,7 @@ def test_the_package_exports_every_method_and_no_more():
     assert set(names) - {"__builtins__"} == set(fadamgc.__all__) >= set(classes)
     assert sorted(set(fadamgc.__all__) - set(classes)) == [
         "Algorithm", "CheckpointError", "CheckpointInUseError", "ClientOptimizer", "Cohort", "Correction",
-        "CostModel", "FadamgcError", "InputError", "NonFiniteError", "OtherRunError", "Record",
-        "RoundEnd", "Run", "Settings", "Task", "add", "algorithms", "load_run", "make_algorithm", "register", "simulate",
+        "CostModel", "FadamgcError", "InputError", "NonFiniteError", "OtherRunError", "Record", "RoundEnd",
+        "Run", "Settings", "Task", "add", "algorithms", "load_run", "make_algorithm", "register", "simulate",
         "simulate_many",
     ]  # fmt: skip
