@@ -63,6 +63,7 @@ ALLOWED = {
     "__main__": {"cli"},
 }
 ROOM_OF = {"rules": "algorithm", "flat": "task", "experiments.planned_run": "experiments.folder"}
+ROOM_OF |= {"hook": "optim", "pieces": "optim"}
 
 
 def room_of(module: str) -> str:

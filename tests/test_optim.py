@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fadamgc
-from fadamgc import ClientOptimizer, Cohort
+from fadamgc import ClientOptimizer, Cohort, optim
 from fadamgc.methods import fadamgc as flat
 from fadamgc.tree import leaves, rebuild
 from problems import class_task, mlp
@@ -94,9 +94,7 @@ ALGORITHMS += [pytest.param(Nested(), id="nested")]
 
 
 def vector(model: nn.Module) -> torch.Tensor:
-    return (
-        torch.nn.utils.parameters_to_vector(p for p in model.parameters() if p.requires_grad).detach().clone()
-    )
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters() if p.requires_grad])
 
 
 def train(optimizer: ClientOptimizer, model: nn.Module, steps: int, start: int = 0) -> None:
@@ -106,8 +104,13 @@ def train(optimizer: ClientOptimizer, model: nn.Module, steps: int, start: int =
         optimizer.step()
 
 
+def start(algo, optimizer, server) -> None:
+    down = algo.broadcast(server)
+    optimizer.start_round(down, 0.1 * down.x if algo.round_gradient else None)
+
+
 def a_round(algo, optimizer, model, server, steps=3, **options):
-    optimizer.start_round(algo.broadcast(server))
+    start(algo, optimizer, server)
     train(optimizer, model, steps)
     up = optimizer.finish_round(**options)
     return algo.aggregate(server, up, Cohort(n=2, S=1, K=steps))
@@ -119,7 +122,7 @@ def test_state_dict_round_trip_between_and_inside_rounds(algo):
     model = mlp()
     optimizer = ClientOptimizer(model.parameters(), algo)
     server = a_round(algo, optimizer, model, algo.init_server(vector(model)))
-    optimizer.start_round(algo.broadcast(server))
+    start(algo, optimizer, server)
     train(optimizer, model, 2)
     file = io.BytesIO()
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
@@ -140,7 +143,10 @@ def test_state_dict_round_trip_between_and_inside_rounds(algo):
     assert torch.equal(third, again)
 
 
-@pytest.mark.parametrize("algo", ALGORITHMS)
+NUMBER_IN_UP = ("fednova", "fedexp", "fedadamw")
+
+
+@pytest.mark.parametrize("algo", [algo for algo in ALGORITHMS if algo.id not in NUMBER_IN_UP])
 def test_groups_with_one_lr_are_as_one_group(algo):
     one, two = mlp(), mlp()
     halves = [{"params": two[0].parameters()}, {"params": two[2].parameters()}]
@@ -150,6 +156,187 @@ def test_groups_with_one_lr_are_as_one_group(algo):
         server_a = a_round(algo, a, one, server_a)
         server_b = a_round(algo, b, two, server_b)
     torch.testing.assert_close(server_a.x, server_b.x, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", NUMBER_IN_UP)
+def test_a_number_in_the_clients_message_needs_one_group(name):
+    algo, model = fadamgc.make_algorithm(name), mlp()
+    groups = [{"params": model[0].parameters()}, {"params": model[2].parameters()}]
+    optimizer = ClientOptimizer(groups, algo)
+    before = vector(model)
+    with pytest.raises(
+        fadamgc.InputError, match=r"up\.\w+ of .* shape \(1,\), which 2 parameter groups cannot"
+    ):
+        optimizer.start_round(algo.broadcast(algo.init_server(torch.zeros(75))))
+    assert torch.equal(vector(model), before)
+    assert not optimizer.in_round
+
+
+def test_a_number_in_the_servers_message_goes_to_every_group():
+    algo = fadamgc.FedAdamW(eta_l=0.1, second_moment="full")
+    servers = []
+    for groups in (1, 2):
+        model = mlp()
+        parts = [model] if groups == 1 else [model[0], model[2]]
+        optimizer = ClientOptimizer([{"params": part.parameters()} for part in parts], algo)
+        server = algo.init_server(vector(model))._replace(t=torch.tensor([5.0]))
+        with pytest.raises(fadamgc.InputError, match=r"down.t of shape \(2,\) does not fit.*shape is \(1,\)"):
+            optimizer.start_round(algo.broadcast(server._replace(t=torch.ones(2))))
+        servers.append(a_round(algo, optimizer, model, server))
+    torch.testing.assert_close(*servers)
+
+
+def test_block_means_go_to_one_group():
+    model = mlp()
+    algo = fadamgc.FedAdamW(eta_l=0.1).for_model([p.shape for p in model.parameters()])
+    optimizer = ClientOptimizer(model.parameters(), algo)
+    server = a_round(algo, optimizer, model, algo.init_server(vector(model)))
+    assert server.v.shape == (4,)
+
+
+# Long vectors: steps in place and in pieces.
+
+COMPOSITIONS = {
+    "adamw": fadamgc.compose(fadamgc.local.AdamW(bias_correction=True, amsgrad=True), "pre+direction"),
+    "lion": fadamgc.compose(fadamgc.local.Lion(), "pre"),
+    "eps0": fadamgc.FAdamGC(eps=0.0),
+}
+LONG = [*ALGORITHMS, *(pytest.param(algo, id=name) for name, algo in COMPOSITIONS.items())]
+
+
+class Long(nn.Module):
+    """Large and small parameters, one that is not contiguous, and one without a gradient."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        shapes = [(20, 9), (5,), (3,), (4, 3, 5, 5), (7,), (2, 3)]
+        self.all = nn.ParameterList(torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+        self.all[3].data = self.all[3].data.to(memory_format=torch.channels_last)
+
+    def set_gradients(self, k: int) -> None:
+        for i, p in enumerate(self.all):
+            generator = torch.Generator().manual_seed(100 * k + i)
+            p.grad = torch.randn(p.shape, generator=generator).to(p.dtype) if i != 4 else None
+            if i == 1:
+                p.grad[0] = 0
+
+
+def long_run(algo, dtype, piece, monkeypatch):
+    monkeypatch.setattr(optim, "PIECE", piece)
+    model = Long(dtype)
+    optimizer = ClientOptimizer(model.parameters(), algo)
+    server = algo.init_server(vector(model))
+    for t in range(3):
+        start(algo, optimizer, server)
+        for k in range(3):
+            model.set_gradients(3 * t + k)
+            optimizer.step()
+            if k == 1:
+                saved = copy.deepcopy(optimizer.state_dict())  # and the next step starts from copies
+                kept = optimizer.state_dict()
+        for name, value in kept["state"][0].items():
+            if isinstance(value, torch.Tensor):
+                assert torch.equal(value, saved["state"][0][name]), name
+        recorded = optimizer._programs[0].program
+        up = optimizer.finish_round(tracked=t != 1)
+        server = algo.aggregate(server, up, Cohort(n=2, S=1, K=3))
+    return [*leaves(server), *leaves(up), *optimizer.state[model.all[0]].values()], recorded
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("algo", LONG)
+def test_steps_in_place_have_the_same_numbers(algo, dtype, monkeypatch):
+    """Pieces of 16 numbers, in numpy (one thread) and in torch, next to whole vectors."""
+    expected, recorded = long_run(algo, dtype, 1 << 20, monkeypatch)
+    assert recorded is None
+    for threads in (1, 2):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        result, recorded = long_run(algo, dtype, 16, monkeypatch)
+        assert recorded is not None
+        roots = any(operation.function is torch.sqrt for operation in recorded.on_vectors)
+        for a, b in zip(result, expected, strict=True):
+            if threads == 1 and roots and dtype != torch.bfloat16:
+                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+            else:
+                assert torch.equal(a, b)
+
+
+def test_a_step_that_is_not_pointwise_runs_as_it_is_written(monkeypatch):
+    @dataclass(frozen=True)
+    class Normalized(fadamgc.FedAvg):
+        def step(self, down, client, local, x, g):
+            return x - self.eta_l * g / g.norm(), local
+
+    expected, _ = long_run(Normalized(), torch.float32, 1 << 20, monkeypatch)
+    result, recorded = long_run(Normalized(), torch.float32, 16, monkeypatch)
+    assert recorded is None
+    assert all(torch.equal(a, b) for a, b in zip(result, expected, strict=True))
+
+
+def test_autograd_sees_steps_in_place(monkeypatch):
+    """A graph from before the step refuses to run backward after it, as with every torch optimizer."""
+    monkeypatch.setattr(optim, "PIECE", 16)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    w = nn.Parameter(torch.ones(40))
+    algo = fadamgc.FAdamGC()
+    optimizer = ClientOptimizer([w], algo)
+    optimizer.start_round(algo.broadcast(algo.init_server(torch.ones(40))))
+    loss = (w * w).sum()
+    w.grad = torch.ones(40)
+    optimizer.step()
+    assert optimizer._programs[0].program is not None
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_two_optimizers_that_share_a_state_dict_do_not_share_memory(monkeypatch):
+    monkeypatch.setattr(optim, "PIECE", 16)
+    algo, models = fadamgc.FAdamGC(), (mlp(), mlp())
+    a, b = (ClientOptimizer(model.parameters(), algo) for model in models)
+    a.start_round(algo.broadcast(algo.init_server(vector(models[0]))))
+    train(a, models[0], 2)
+    models[1].load_state_dict(models[0].state_dict())
+    b.load_state_dict(a.state_dict())
+    train(a, models[0], 3, start=2)
+    train(b, models[1], 3, start=2)
+    assert all(torch.equal(x, y) for x, y in zip(a.finish_round(), b.finish_round(), strict=True))
+
+
+def test_a_converted_model_is_detected():
+    algo, model = fadamgc.FAdamGC(), mlp()
+    optimizer = ClientOptimizer(model.parameters(), algo)
+    server = a_round(algo, optimizer, model, algo.init_server(vector(model)))
+    model.double()
+    with pytest.raises(
+        fadamgc.FadamgcError, match="float64 on cpu, but client.y of the optimizer is .*float32"
+    ):
+        optimizer.start_round(algo.broadcast(server))
+    assert not optimizer.in_round
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.start_round(algo.broadcast(server))
+    assert optimizer.state[model[0].weight]["local.m"].dtype == torch.float64
+    model.float()
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    with pytest.raises(fadamgc.FadamgcError, match="the model was converted"):
+        optimizer.step()
+
+
+def test_parameters_that_are_frozen_later_are_detected():
+    algo, model = fadamgc.FAdamGC(), mlp()
+    optimizer = ClientOptimizer(model.parameters(), algo)
+    server = a_round(algo, optimizer, model, algo.init_server(vector(model)))
+    optimizer.start_round(algo.broadcast(server))
+    model[2].weight.requires_grad_(False)
+    with pytest.raises(fadamgc.FadamgcError, match="51 trainable numbers, and had 75"):
+        optimizer.step()
+    model[2].weight.requires_grad_(True)
+    train(optimizer, model, 1)
+    optimizer.finish_round()
+    model[2].weight.requires_grad_(False)
+    with pytest.raises(fadamgc.FadamgcError, match="51 trainable numbers, but client.y .* has 75"):
+        optimizer.start_round(algo.broadcast(algo.init_server(vector(model))))
 
 
 def test_nested_states_give_the_same_numbers():

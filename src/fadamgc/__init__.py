@@ -27,6 +27,7 @@ from fadamgc.errors import (
 from fadamgc.federation.cost import CostModel
 from fadamgc.federation.run import Record, Run
 from fadamgc.federation.settings import Settings
+from fadamgc.hook import Correction
 from fadamgc.methods import *  # noqa: F403  # all algorithms; algorithms(), make_algorithm, register
 from fadamgc.optim import ClientOptimizer
 from fadamgc.task import Task
@@ -45,6 +46,7 @@ __all__ = [
     "CheckpointInUseError",
     "ClientOptimizer",
     "Cohort",
+    "Correction",
     "CostModel",
     "FadamgcError",
     "InputError",

@@ -142,6 +142,7 @@ def with_client_optimizer(algo, task, rounds, who, K, B, seed):
     def whole_gradient(x, client):
         return functions.whole_gradient(x, {}, client, table[client], seed, 0)
 
+    algo = algo.for_model([parameter.shape for parameter in model.parameters()])
     x = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
     starts = [whole_gradient(x, i) if algo.init_gradient else None for i in range(task.n)]
     server = algo.init_server(x, torch.stack(starts).mean(0) if algo.init_gradient else None)
@@ -219,13 +220,14 @@ def test_bytes_are_those_of_the_messages(algo):
     task = class_task()
     who = settings_for(algo, task.n)
     run = fadamgc.simulate(algo, task, rounds=2, local_steps=2, batch_size=4, executor="loop", **who)
-    one = example(algo, run.x)
+    shapes = [parameter.shape for parameter in task.model.parameters()]
+    one = example(algo.for_model(shapes), run.x)
     size = lambda fields: sum(t.numel() * t.element_size() for t in leaves(fields))
     extra = [getattr(one.up, f) for f in algo.tracked_only]
     for record in run.history:
         assert record.bytes_down == who["sampled"] * size(one.down)
         assert record.bytes_up == who["sampled"] * (size(one.up) - size(extra)) + who["tracked"] * size(extra)
-    assert traffic(algo, run.x.numel()).down == size(one.down)
+    assert traffic(algo.for_model(shapes), run.x.numel()).down == size(one.down)
 
 
 @pytest.mark.parametrize("algo", SHAPES)

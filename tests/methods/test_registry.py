@@ -43,8 +43,8 @@ def test_the_package_exports_every_method_and_no_more():
     exec("from fadamgc import *", names)
     assert set(names) - {"__builtins__"} == set(fadamgc.__all__) >= set(classes)
     assert sorted(set(fadamgc.__all__) - set(classes)) == [
-        "Algorithm", "CheckpointError", "CheckpointInUseError", "ClientOptimizer", "Cohort", "CostModel",
-        "FadamgcError", "InputError", "NonFiniteError", "OtherRunError", "Record", "RoundEnd", "Run",
-        "Settings", "Task", "add", "algorithms", "compose", "correction", "load_run", "local",
+        "Algorithm", "CheckpointError", "CheckpointInUseError", "ClientOptimizer", "Cohort", "Correction",
+        "CostModel", "FadamgcError", "InputError", "NonFiniteError", "OtherRunError", "Record", "RoundEnd",
+        "Run", "Settings", "Task", "add", "algorithms", "compose", "correction", "load_run", "local",
         "make_algorithm", "register", "server", "simulate", "simulate_many",
     ]  # fmt: skip
