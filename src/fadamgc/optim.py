@@ -160,9 +160,9 @@ class ClientOptimizer(Optimizer):
                 (client,) = self._recall(group, "client")
                 self._check_client(group, client, like.client)
             else:  # the first round, or an algorithm without a state
-                client = self._bound().init_client(_flatten(group), init_gradients[i])
+                client = self.algorithm.init_client(_flatten(group), init_gradients[i])
             eta_l = float(group["lr"])
-            local = self._bound().replace(eta_l=eta_l).begin(part, client, round_gradients[i])
+            local = self.algorithm.replace(eta_l=eta_l).begin(part, client, round_gradients[i])
             starts.append((group, {"k": 0, "eta_l": eta_l}, {"client": client, "down": part, "local": local}))
         self._steps.clear()
         for group, numbers, states in starts:
@@ -216,11 +216,7 @@ class ClientOptimizer(Optimizer):
         return map_leaves(lambda *pieces: torch.cat(pieces), *(up for _, up in ends))
 
     def _algorithm(self, group: dict[str, Any]) -> AnyAlgorithm:
-        return self._bound().replace(eta_l=self._state(group)["eta_l"])
-
-    def _bound(self) -> AnyAlgorithm:
-        """Return the algorithm for the shapes of the parameters; one that needs them has a single group."""
-        return self.algorithm.for_model([p.shape for group in self.param_groups for p in _trainable(group)])
+        return self.algorithm.replace(eta_l=self._state(group)["eta_l"])
 
     def _sizes(self) -> list[int]:
         return [sum(p.numel() for p in _trainable(group)) for group in self.param_groups]
@@ -231,7 +227,7 @@ class ClientOptimizer(Optimizer):
         if self._example_of is None or self._example_of[0] != d:
             self._example_of = (
                 d,
-                example(self._bound(), stand_in(d, _trainable(self.param_groups[0])[0].dtype)),
+                example(self.algorithm, stand_in(d, _trainable(self.param_groups[0])[0].dtype)),
             )
         return self._example_of[1]
 

@@ -139,7 +139,7 @@ def check_client_optimizer(algorithm: AnyAlgorithm) -> None:
     starts = [whole(functions.x0, i) if bound.init_gradient else None for i in range(task.n)]
     mean = torch.stack([g for g in starts if g is not None]).mean(0) if bound.init_gradient else None
     server = bound.init_server(functions.x0, mean)
-    optimizers = [ClientOptimizer(model.parameters(), algorithm, g) for g in starts]
+    optimizers = [ClientOptimizer(model.parameters(), bound, g) for g in starts]
     n = task.n
     who = (n, n) if algorithm.full_participation else (3, 2)
     for t in range(1, ROUNDS + 1):
