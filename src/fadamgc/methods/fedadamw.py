@@ -130,4 +130,5 @@ class FedAdamW(Algorithm[Server, Down, Empty, Local, Up]):
         return torch.cat([mean.expand(size) for mean, size in zip(down.v, sizes, strict=True)])
 
     def _sizes(self, x: Tensor) -> list[int]:
-        return list(self.sizes) or [len(x)]
+        fits = self.sizes and sum(self.sizes) == len(x)  # x may be a stand-in
+        return list(self.sizes) if fits else [len(x)]
