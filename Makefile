@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
+PIP_INSTALL := $(BIN)/pip install --quiet --no-compile --constraint constraints.txt
 OUT    ?= out/compare
 WORKERS ?= 2
 SEED    ?= 0
@@ -15,13 +16,15 @@ help:  ## Show this list
 install: $(VENV)/.installed  ## Create the virtual environment and install everything into it
 
 # torch is installed first and alone, so that no other package brings another build of torch. declearn, which
-# one test compares compositions with, asks for an older pandas, so it comes without its dependencies.
+# one test compares compositions with, asks for an older pandas, so it comes without its dependencies. All is
+# byte-compiled at the end, on all cores (some packages contain files for other versions of Python).
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(f"Python 3.11 or newer is needed, this is {v}; set PYTHON=") if v < (3, 11) else None'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt torch
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
-	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps declearn fire gmpy2 msgpack termcolor
+	$(PIP_INSTALL) torch
+	$(PIP_INSTALL) --editable '.[dev]'
+	$(PIP_INSTALL) --no-deps declearn fire gmpy2 msgpack termcolor
+	$(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null || true
 	@touch $@
 
 demo: install  ## Compare the paper's seven methods on digits; results in out/compare

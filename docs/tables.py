@@ -76,9 +76,33 @@ def results() -> str:
     return (ROOT / "results" / "digits" / "results.md").read_text()
 
 
+def exactness() -> str:
+    """Return which methods reach the optimum of different quadratics, what clients keep, and what is sent."""
+    saved = json.loads((ROOT / "results" / "exactness" / "results.json").read_text())
+    n = saved["settings"]["clients"]
+    header = [
+        "method",
+        f"all {n} clients",
+        "4 clients per round",
+        "kept per client",
+        "down",
+        "up",
+        "if tracked",
+    ]
+    rows = [f"| {' | '.join(header)} |", "|---|---|---|--:|--:|--:|--:|"]
+    for method in saved["methods"].values():
+        found = [f"{result['norm']:.0e}, {result['verdict']}" for result in method["quadratics"]]
+        found = [f"**{text}**" if text.endswith("exact") else text for text in found]
+        found += ["needs all clients"] * (2 - len(found))
+        sent = [f"{method[key]:.2g}" for key in ("state", "down", "up", "tracked")]
+        rows.append(f"| {' | '.join([method['title'], *found, *sent])} |")
+    return "\n".join(rows)
+
+
 BLOCKS: dict[str, tuple[Callable[[], str], ...]] = {
     "README.md": (results, algorithms, bench),
     "docs/flower.md": (traffic,),
+    "docs/methods.md": (exactness,),
 }
 
 

@@ -21,12 +21,21 @@ CURVATURE = torch.tensor([[1.0, 4.0], [3.0, 0.5]])
 MINIMUM = torch.tensor([[1.0, -1.0], [-1.0, 2.0]])
 
 
-def train(rank: int, port: int, correct: bool, distances: dict[int, float]) -> None:
-    """Train one rank, and store the distance of its model from the optimum of the mean loss."""
+def main(rank: int, port: int) -> None:
+    """Train without and with correction in one of the processes."""
     torch.set_num_threads(1)
     address = f"tcp://127.0.0.1:{port}"
     limit = timedelta(seconds=60)
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=RANKS, timeout=limit)
+    for name, correct in (("DiLoCo", False), ("corrected", True)):
+        distance = train(rank, correct)
+        if rank == 0:
+            print(f"{name}, rank 0: distance from the optimum {distance:.1e}", flush=True)
+    dist.destroy_process_group()
+
+
+def train(rank: int, correct: bool) -> float:
+    """Train one rank, and return the distance of its model from the optimum of the mean loss."""
     x = torch.nn.Parameter(torch.zeros(2))  # the global model, the same on all ranks
     outer = torch.optim.SGD([x], lr=0.7, momentum=0.6, nesterov=True)
     w = torch.nn.Parameter(torch.zeros(2))  # the local model
@@ -48,8 +57,7 @@ def train(rank: int, port: int, correct: bool, distances: dict[int, float]) -> N
         x.grad /= RANKS
         outer.step()
     optimum = (CURVATURE * MINIMUM).sum(0) / CURVATURE.sum(0)
-    distances[rank] = float((x.data - optimum).norm())
-    dist.destroy_process_group()
+    return float((x.data - optimum).norm())
 
 
 def free_port() -> int:
@@ -60,9 +68,4 @@ def free_port() -> int:
 
 
 if __name__ == "__main__":
-    with mp.Manager() as manager:
-        for correct in (False, True):
-            distances = manager.dict()
-            mp.spawn(train, args=(free_port(), correct, distances), nprocs=RANKS)
-            name = "corrected" if correct else "DiLoCo"
-            print(f"{name}, rank 0: distance from the optimum {distances[0]:.1e}")
+    mp.spawn(main, args=(free_port(),), nprocs=RANKS)

@@ -52,7 +52,8 @@ def toml_value(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, Mapping):
-        return f"{{ {', '.join(f'{key} = {toml_value(v)}' for key, v in value.items() if v is not None)} }}"
+        pairs = ", ".join(f"{key} = {toml_value(v)}" for key, v in value.items() if v is not None)
+        return f"{{ {pairs} }}" if pairs else "{}"
     if isinstance(value, (tuple, list)):
         return f"[{', '.join(map(toml_value, value))}]"
     if isinstance(value, str):

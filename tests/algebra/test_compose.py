@@ -43,8 +43,10 @@ EQUAL = {
 }
 
 
-@pytest.mark.parametrize("executor", ["loop", "vectorized", "threads"])
-@pytest.mark.parametrize("name", EQUAL)
+@pytest.mark.parametrize(
+    ("name", "executor"),
+    [*((name, "loop") for name in EQUAL), *(("FAdamGC", name) for name in ("vectorized", "threads"))],
+)
 def test_compositions_are_the_literal_methods_to_the_bit(name, executor):
     literal, composed = EQUAL[name]
     one, other = (simulate(algo, class_task(), executor=executor) for algo in (literal, composed))
@@ -247,7 +249,7 @@ def test_numbers_of_factors_are_lifted():
 def test_many_compositions_at_once_are_the_same_runs_alone():
     algorithms = [
         compose(local.Adam(eta_l=eta_l, beta1=beta1), "pre", server.Average(eta_g))
-        for eta_l, beta1, eta_g in ((1e-3, 0.9, 1.0), (0.05, 0.5, 0.7), (0.01, 0.0, 1.5))
+        for eta_l, beta1, eta_g in ((1e-3, 0.9, 1.0), (0.05, 0.5, 0.7))
     ]
     task, options = class_task(), {"rounds": 3, "local_steps": 3, "batch_size": 4, "executor": "vectorized"}
     many = fadamgc.simulate_many([{"algorithm": a} for a in algorithms], task=task, progress=False, **options)

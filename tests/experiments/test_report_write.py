@@ -87,7 +87,7 @@ def test_a_study_can_be_reported_on_elsewhere(ready, tmp_path):
 # Runs of programs.
 
 
-def program(copy, algorithm="fedprox", **hyperparameters):
+def program(copy, algorithm="fed_ours", **hyperparameters):
     """The experiment as if a program had made it with its own task and algorithm."""
     (copy / "spec.toml").write_text(
         '[task]\ndata = "custom"\nclients = 3\nmeasure = "excess objective"\n'
@@ -112,7 +112,7 @@ def test_a_report_needs_no_class_of_an_algorithm(copy):
     assert shown.exit_code == 0, shown.output
     assert "Ours" in shown.stdout
     row = pd.read_csv(copy / "results.csv").iloc[0]
-    assert (row["method"], row["algorithm"], row["eta_l"]) == ("Ours", "fedprox", 0.5)
+    assert (row["method"], row["algorithm"], row["eta_l"]) == ("Ours", "fed_ours", 0.5)
     assert math.isnan(row["eta_g"])
     refused = fadamgc("run", copy / "spec.toml", "--out", copy / "again")
     assert refused.exit_code == 2

@@ -37,8 +37,9 @@ from fadamgc.sim.executors.trace import liftable, pointwise, record
 from fadamgc.sim.executors.trainer import Trainer
 from fadamgc.sim.resources import Resources
 from fadamgc.sim.simulate import start_from
+from fadamgc.tree import leaves
 from places import TESTS
-from problems import EVEN, class_task, mlp
+from problems import EVEN, REPRESENTATIVES, class_task, mlp, settings_for
 
 FEW = {"rounds": 2, "sampled": 4, "tracked": 2, "local_steps": 3, "batch_size": 8}
 
@@ -559,19 +560,20 @@ def test_pictures_with_channels_last_agree_with_the_loop(norm, width):
     torch.testing.assert_close(two.x, one.x, rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", fadamgc.algorithms())
-def test_rules_in_pieces_are_the_rules(name, monkeypatch):
-    algo, task = fadamgc.make_algorithm(name), class_task()
-    options = {"executor": "threads", "tracked": 2}
-    if name == "fa_nt_local":
-        options |= {"sampled": None, "tracked": None}
+SHARED = fadamgc.compose(fadamgc.local.Adam(amsgrad=True, v="share"), "pre+direction")
+
+
+@pytest.mark.parametrize("algo", [*REPRESENTATIVES.values(), SHARED, fadamgc.FedNova()], ids=repr)
+def test_rules_in_pieces_are_the_rules(algo, monkeypatch):
+    task = class_task()
+    options = {"executor": "threads", **settings_for(algo, task.n, 4, 2)}
     whole = simulate(algo, task, **options)
     monkeypatch.setattr(rules, "PIECE", 7)
     monkeypatch.setattr(rules, "WIDE_PIECE", 11)
     cut = simulate(algo, task, **options)
     assert torch.equal(cut.x, whole.x)
     for one, other in zip(cut.clients, whole.clients, strict=True):
-        assert all(map(torch.equal, one, other))
+        assert all(map(torch.equal, leaves(one), leaves(other)))
 
 
 @needs_compiler
