@@ -78,6 +78,11 @@ class Algorithm(ABC, Generic[ServerT, DownT, ClientT, LocalT, UpT]):
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if not hasattr(self, "eta_l"):
+            raise InputError(
+                f"{type(self).__name__} has no local step size; declare the field eta_l, for example "
+                "eta_l: float = positive(0.1)"
+            )
 
     # Hyperparameters as plain data, for specs, files and messages.
 

@@ -2,12 +2,16 @@
 
 import importlib
 import inspect
+from dataclasses import dataclass
 from pathlib import Path
+
+import pytest
 
 import fadamgc
 from fadamgc import methods
 from fadamgc.algorithm import Algorithm
 from fadamgc.methods import algorithm_class, algorithm_name
+from fadamgc.methods.local_sgd import LocalSGD
 
 
 def final_classes(file):
@@ -48,3 +52,12 @@ def test_the_package_exports_every_method_and_no_more():
         "Run", "Settings", "Task", "add", "algorithms", "compose", "correction", "load_run", "local",
         "make_algorithm", "register", "server", "simulate", "simulate_many",
     ]  # fmt: skip
+
+
+def test_an_algorithm_without_a_local_step_size_is_refused():
+    @dataclass(frozen=True)
+    class Stepless(LocalSGD):
+        init_server = broadcast = aggregate = None
+
+    with pytest.raises(fadamgc.InputError, match="Stepless has no local step size; declare the field eta_l"):
+        Stepless()
