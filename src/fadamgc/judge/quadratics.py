@@ -22,7 +22,7 @@ from fadamgc.tasks.sections import task_spec
 CLIENTS, DIM, SAMPLED = 12, 5, 4
 STEPS, ROUNDS = 10, 1500
 STEP_SIZES = (0.1, 0.03, 0.01, 0.003, 0.001)
-EXACT = 1e-18  # squared gradient norm, from about 10 at the start
+EXACT, SMALL = 1e-18, 1e-5  # squared gradient norms, from about 10 at the start; SMALL is no proof
 
 
 class Exactness(NamedTuple):
@@ -38,7 +38,7 @@ class Exactness(NamedTuple):
         """Return "exact", "converging" (slowly, not there yet) or "stalls"."""
         if self.norm <= EXACT:
             return "exact"
-        return "converging" if self.norm < 0.1 * self.before else "stalls"
+        return "converging" if self.norm < min(SMALL, 0.1 * self.before) else "stalls"
 
 
 @cache
