@@ -45,3 +45,13 @@ def bases(tmp_path_factory):
     """Folders of tiny base models, by kind. Tests that change one copy it first."""
     folder = tmp_path_factory.mktemp("bases")
     return {name: make(folder / name) for name, make in tiny.KINDS.items()}
+
+
+@pytest.fixture
+def without_figures(monkeypatch):
+    """Figures of reports and partitions are empty files: drawing them takes most of a small report's time."""
+    from fadamgc.experiments.report import label_plot, plots
+
+    for name in ("png", "svg"):
+        monkeypatch.setattr(plots, name, lambda figure: b"")
+    monkeypatch.setattr(label_plot, "save_label_plot", lambda counts, path, title=None: path.touch())

@@ -110,6 +110,7 @@ def test_run_writes_everything_and_the_options_change_the_spec(spec, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("without_figures")
 def test_tuning_from_the_command_line(spec, tmp_path):
     out = tmp_path / "out"
     spec.write_text(TINY.replace("target = 0.05", "target = 0.9"))
@@ -123,6 +124,7 @@ def test_tuning_from_the_command_line(spec, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("without_figures")
 def test_the_folder_asks_what_to_do_with_what_it_holds(done):
     again = ("run", done / "spec.toml", "--out", done, "--workers", 1)
     refused = fadamgc(*again)
@@ -134,6 +136,7 @@ def test_the_folder_asks_what_to_do_with_what_it_holds(done):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("without_figures")
 def test_report_prices_the_same_runs_for_other_links(done):
     def minutes() -> list[float]:
         rows = (done / "results.csv").read_text().splitlines()
@@ -161,6 +164,7 @@ def test_partition_draws_and_tells(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("without_figures")
 def test_each_task_is_built_once_and_each_method_checked_once(spec, tmp_path, monkeypatch):
     from fadamgc.experiments.run import execution, runner
 
@@ -267,6 +271,7 @@ def test_a_folder_that_cannot_be_used_ends_with_the_reason(spec, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("without_figures")
 def test_a_run_that_diverges_is_named_after_the_table(spec, tmp_path):
     spec.write_text(TINY + 'eta_l = 1e30\n[[method]]\nalgorithm = "fedavg"\neta_l = 1e30')
     out = tmp_path / "out"

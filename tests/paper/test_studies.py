@@ -247,6 +247,7 @@ def test_the_laptop_scale_runs_from_end_to_end(folders, tmp_path, name):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("without_figures")
 def test_the_paper_scale_starts_stops_and_resumes(folders, tmp_path):
     """ResNet-18 with a hundred clients, on a cut-down data set and with fewer local steps."""
     sets.cifar10(folders, train=250, test=10)
@@ -291,6 +292,7 @@ def stop_after(job: PlannedRun, rounds: int):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("without_figures")
 def test_halving_tries_a_few_points_for_long_and_many_for_a_short_time(tmp_path):
     spec = parse_study(SMALL, "here", "laptop").members[1].spec
     grid = {
@@ -361,6 +363,7 @@ def test_a_race_chooses_what_the_full_grid_does(count):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("without_figures")
 def test_a_race_makes_fewer_runs(tmp_path):
     spec = parse_study(SMALL, "here", "laptop").members[1].spec.replace("run", target=15.0)
     grid = {"eta_l": (1e-9, 1e-8, 1e-7, 1e-2, 0.1), "eta_g": (1.0,), "seeds": (100, 101, 102), "rounds": 18}
