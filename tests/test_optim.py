@@ -244,6 +244,7 @@ def long_run(algo, dtype, piece, monkeypatch):
     return [*leaves(server), *leaves(up), *optimizer.state[model.all[0]].values()], recorded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("algo", LONG)
 def test_steps_in_place_have_the_same_numbers(algo, dtype, monkeypatch):

@@ -16,6 +16,8 @@ FULL: Schedule = [(list(range(N)), list(range(N)))]
 ROTATING: Schedule = [([0, 1, 2], [0, 2]), ([3, 4, 5], [4, 5]), ([1, 3, 5], [1, 3]), ([0, 2, 4], [0, 4])]
 GROUPS = [[0, 3], [1, 2, 5], [4]]
 
+pytestmark = pytest.mark.slow
+
 
 def quadratics(n: int = N, d: int = 3, seed: int = 1) -> Problem:
     """Clients with different minimisers and different curvatures, between 0.5 and 2."""

@@ -86,7 +86,13 @@ def test_the_variants_are_found():
     assert fadamgc.FedAMS(option="amsgrad") in variants("fedams").values()
 
 
-@pytest.mark.parametrize("algo", VARIANTS)
+@pytest.mark.parametrize(
+    "algo",
+    [
+        pytest.param(*param.values, id=param.id, marks=[] if param.id in CLASSES else pytest.mark.slow)
+        for param in VARIANTS
+    ],
+)
 def test_loop_vectorized_and_client_optimizer_agree(algo):
     task = class_task()
     rounds, K, B, seed = 4, 5, 8, 3
@@ -279,6 +285,7 @@ def test_resume_is_bit_for_bit(algo, tmp_path):
         assert all(torch.equal(p, q) for p, q in zip(leaves(a), leaves(b), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMED)
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 @given(data=st.data())

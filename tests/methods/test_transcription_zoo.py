@@ -163,6 +163,7 @@ def test_package_follows_the_transcription(case: Case, schedule: Schedule) -> No
     assert_close(xs, case.by_hand(problem, schedule)["x"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", DIFFERENT_K, ids=lambda case: case.name)
 def test_clients_with_different_K(case: Case) -> None:
     """A client whose rows are all the same has the same gradient on every batch, so batches stay harmless."""
@@ -317,6 +318,7 @@ def with_mistake(mistake: Mistake, problem: Problem, schedule: Schedule, K: Step
     return case.call(names[case.function], problem, schedule, K)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_in_one_line_is_seen(name: str) -> None:
     """The comparison can fail: a transcription with a known mistake is far from the package."""
