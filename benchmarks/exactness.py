@@ -25,7 +25,7 @@ from fadamgc.tree import leaves
 RESULTS = Path(__file__).resolve().parent.parent / "results" / "exactness" / "results.json"
 SIZE = 1000  # of a model, to count vectors
 
-COMPOSITIONS = {
+FURTHER = {
     "SGD, corrected": fadamgc.compose(fadamgc.local.SGD(), "pre"),
     "AMSGrad, corrected, v shared": fadamgc.compose(fadamgc.local.Adam(amsgrad=True, v="share"), "pre"),
     "FedLADA, corrected": fadamgc.compose(
@@ -35,6 +35,7 @@ COMPOSITIONS = {
         fadamgc.local.AdamW(m="keep", eps=1e-3, weight_decay=0.0), "pre", fadamgc.server.Nesterov()
     ),
     "Lion, corrected": fadamgc.compose(fadamgc.local.Lion(), "pre"),
+    "MTGC, z reset": fadamgc.MTGC(z="reset"),
 }
 
 
@@ -67,12 +68,12 @@ def main() -> None:
     only = parser.parse_args().only
     named: dict[str, AnyAlgorithm] = {
         name: fadamgc.make_algorithm(name) for name in fadamgc.algorithms() if name != "compose"
-    } | COMPOSITIONS
+    } | FURTHER
     methods = json.loads(RESULTS.read_text())["methods"] if only and RESULTS.exists() else {}
     for name, algorithm in named.items():
         if only and name not in only:
             continue
-        title = name if name in COMPOSITIONS else algorithm.title
+        title = name if name in FURTHER else algorithm.title
         methods[name] = {"title": title, **vectors(algorithm), "quadratics": measure(algorithm)}
         shown = ", ".join(f"{r['norm']:.1e} {r['verdict']}" for r in methods[name]["quadratics"])
         print(f"{title}: {shown}", file=sys.stderr, flush=True)

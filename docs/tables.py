@@ -17,6 +17,7 @@ import torch
 
 import fadamgc
 from fadamgc.algorithm import AnyAlgorithm, example
+from fadamgc.grouped import GroupedAlgorithm
 from fadamgc.tree import named_leaves
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -53,6 +54,8 @@ def traffic() -> str:
     rows: dict[tuple[int, int, int], list[str]] = {}
     for name in fadamgc.algorithms():
         algorithm = fadamgc.make_algorithm(name)
+        if isinstance(algorithm, GroupedAlgorithm):
+            continue  # Flower has no groups
         down, up, tracked = (sum(not name.endswith(")") for name in names) for names in sent(algorithm))
         rows.setdefault((down, up, up + tracked), []).append(algorithm.title)
     lines = ["| Method | down | up | up, if tracked |", "|---|--:|--:|--:|"]

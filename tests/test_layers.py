@@ -43,7 +43,7 @@ ALLOWED = {
     "experiments.report": {"experiments.folder", "experiments.spec", "federation", "tasks"},
     "experiments.run": {
         *("experiments.folder", "experiments.report", "experiments.spec"),
-        *("federation", "models", "sim", "sim.executors", "task", "tasks", "trackers"),
+        *("algorithm", "federation", "models", "sim", "sim.executors", "task", "tasks", "trackers"),
     },
     "experiments": {  # tune.py and predict.py
         *("experiments.folder", "experiments.report", "experiments.run", "experiments.spec"),
@@ -63,7 +63,7 @@ ALLOWED = {
     "__main__": {"cli"},
 }
 ROOM_OF = {"rules": "algorithm", "flat": "task", "experiments.planned_run": "experiments.folder"}
-ROOM_OF |= {"hook": "optim", "pieces": "optim"}
+ROOM_OF |= {"grouped": "algorithm", "hook": "optim", "pieces": "optim"}
 
 
 def room_of(module: str) -> str:

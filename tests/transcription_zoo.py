@@ -680,12 +680,13 @@ def mtgc_adam(
     beta1: float = 0.9,
     beta2: float = 0.99,
     eps: float = 1e-8,
+    z: str = "keep",
 ) -> Result:
     """MTGC with FAdamGC's local steps: both corrections are added to g before the moments.
 
     g_i is the client's mean raw gradient of its last group round. z_i is updated at the end of every group
-    round and y_j at the end of every global round; z_i is kept. m starts at zero in every group round; v and
-    v_hat stay at the client.
+    round and y_j at the end of every global round; "reset" sets z_i to zero in between. m starts
+    at zero in every group round; v and v_hat stay at the client.
     """
     n, d = problem.n, problem.d
     assert sorted(i for group in groups for i in group) == list(range(n)), "every client is in one group"
@@ -696,6 +697,8 @@ def mtgc_adam(
     v_hat_i = [np.zeros(d) for _ in range(n)]
     xs = []
     for _t in range(rounds):
+        if z == "reset":
+            z_i = [np.zeros(d) for _ in range(n)]
         x_j = [x.copy() for _ in groups]
         g_i = [np.zeros(d) for _ in range(n)]
         g_j = [np.zeros(d) for _ in groups]

@@ -231,8 +231,12 @@ def test_bytes_are_those_of_the_messages(algo):
     size = lambda fields: sum(t.numel() * t.element_size() for t in leaves(fields))
     extra = [getattr(one.up, f) for f in algo.tracked_only]
     for record in run.history:
-        assert record.bytes_down == who["sampled"] * size(one.down)
-        assert record.bytes_up == who["sampled"] * (size(one.up) - size(extra)) + who["tracked"] * size(extra)
+        work = [work for work in record.work if work.link == "client"]
+        up = who["sampled"] * (size(one.up) - size(extra)) + who["tracked"] * size(extra)
+        assert sum(sum(w.down) for w in work) == who["sampled"] * size(one.down)
+        assert sum(sum(w.up) for w in work) == up
+        assert record.bytes_down == sum(sum(w.down) for w in record.work)
+        assert record.bytes_up == sum(sum(w.up) for w in record.work)
     assert traffic(algo.for_model(shapes), run.x.numel()).down == size(one.down)
 
 

@@ -132,14 +132,15 @@ class PlannedRun:
         write_atomic(self.folder / DIVERGED_RECORD, json.dumps(record).encode())
 
     def _is_identity(self, saved: object) -> bool:
-        """Compare a saved identity with this one; hyperparameters that are None do not count."""
+        """Compare a saved identity with this one; settings and hyperparameters that are None do not count."""
         return bool(_without_none(saved) == _without_none(self.identity()))
 
 
 def _without_none(identity: Any) -> Any:
     try:
-        method = identity["method"]
+        method, run = identity["method"], identity["run"]
         values = {key: value for key, value in method["hyperparameters"].items() if value is not None}
-        return identity | {"method": method | {"hyperparameters": values}}
+        settings = {key: value for key, value in run.items() if value is not None}
+        return identity | {"run": settings, "method": method | {"hyperparameters": values}}
     except (KeyError, TypeError, AttributeError):
         return identity  # not an identity

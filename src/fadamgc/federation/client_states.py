@@ -38,6 +38,10 @@ class ClientStates(Sequence[Any]):
         """Store a state for a later ``update``; return the value by which ``update`` finds it."""
         return state
 
+    def staged_state(self, staged: Any) -> Any:
+        """Return a state that was staged."""
+        return self._read(staged)
+
     def update(self, staged: Mapping[int, Any]) -> None:
         """Replace the states of some clients by staged ones."""
         self._states.update(staged)

@@ -23,8 +23,10 @@ from fadamgc.tree import leaves
 
 LINK, TIME = (1e-9, math.inf, ">= 1e-09"), (0.0, 1e9, "with 0 <= value <= 1e+09")
 LIMITS = {"down_mbps": LINK, "up_mbps": LINK, "seconds_per_step": TIME, "latency": TIME}
+GROUP_LIMITS = {"group_down_mbps": LINK, "group_up_mbps": LINK}
 """Smallest and largest value of each number of a cost model; beyond these, minutes would overflow."""
 
+WORK_COLUMNS = ("clients", "steps", "down", "up")
 PerClient = float | tuple[float, ...]
 
 
@@ -35,6 +37,11 @@ class Work(NamedTuple):
     steps: tuple[int, ...]  # gradient evaluations
     down: tuple[int, ...]  # bytes received
     up: tuple[int, ...]  # bytes sent
+    link: str = "client"  # or "group": groups, not clients, receive from the server and send to it
+
+    def columns(self) -> dict[str, tuple[int, ...]]:
+        """Return the fields with one entry per client."""
+        return {name: getattr(self, name) for name in WORK_COLUMNS}
 
 
 class Traffic(NamedTuple):
@@ -87,6 +94,9 @@ class CostModel:
         seconds_per_step: time of one local gradient step.
         latency: additional seconds per round.
         per_round: "mean" or "slowest".
+        group_down_mbps: link speed from the server to a group, for algorithms with groups; there, the first
+            two are the links between a group and its clients.
+        group_up_mbps: link speed from a group to the server.
 
     The first four may be one number, or one for each client of the task.
 
@@ -99,13 +109,16 @@ class CostModel:
     seconds_per_step: PerClient = 0.0
     latency: PerClient = 0.0
     per_round: Literal["mean", "slowest"] = "mean"
+    group_down_mbps: float = 100.0
+    group_up_mbps: float = 100.0
 
     def __post_init__(self) -> None:
-        for name, (least, most, accepted) in LIMITS.items():
+        for name, (least, most, accepted) in (LIMITS | GROUP_LIMITS).items():
             value = getattr(self, name)
             if isinstance(value, np.ndarray):
                 value = value.tolist()
-            entries = value if isinstance(value, (tuple, list)) else [value]
+            several = isinstance(value, (tuple, list)) and name in LIMITS
+            entries = value if several else [value]
             if not entries:
                 raise InputError(f"CostModel.{name}=() is empty; give one number, or one for each client")
             for entry in entries:
@@ -131,6 +144,10 @@ class CostModel:
         """Return the seconds of one round, or of the exchange before the first round."""
         if not work.clients:
             return 0.0
+        if work.link == "group":
+            group_down, group_up = np.asarray(work.down, dtype=float), np.asarray(work.up, dtype=float)
+            seconds = 8e-6 * (group_down / self.group_down_mbps + group_up / self.group_up_mbps)
+            return float(seconds.mean() if self.per_round == "mean" else seconds.max())
         each = (
             self._of("latency", work.clients)
             + 8e-6 * np.asarray(work.down, dtype=float) / self._of("down_mbps", work.clients)

@@ -22,7 +22,7 @@ from fadamgc.algorithm import AnyAlgorithm, example
 from fadamgc.bundle import LazyTensor, read_bundle, write_bundle
 from fadamgc.errors import CheckpointError, FadamgcError, InputError, cut, shown, whole
 from fadamgc.federation.client_states import ClientStates
-from fadamgc.federation.cost import CostModel, Work
+from fadamgc.federation.cost import WORK_COLUMNS, CostModel, Work
 from fadamgc.federation.functions import Buffers
 from fadamgc.flat import Flat
 from fadamgc.methods import algorithms, make_algorithm
@@ -60,7 +60,11 @@ class Record:
     def to_json(self) -> dict[str, Any]:
         """Return plain data; a column of equal numbers becomes one number."""
         plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        plain["work"] = [{key: _shorten(column) for key, column in w._asdict().items()} for w in self.work]
+        plain["work"] = [
+            {key: _shorten(column) for key, column in w.columns().items()}
+            | ({} if w.link == "client" else {"link": w.link})
+            for w in self.work
+        ]
         return plain
 
     @classmethod
@@ -69,9 +73,7 @@ class Record:
         values = dict(plain)
         for name in ("sampled", "tracked", "dropped"):
             values[name] = _numbers(values[name])
-        values["work"] = tuple(
-            Work(*(_lengthen(w[key], len(w["clients"])) for key in Work._fields)) for w in values["work"]
-        )
+        values["work"] = tuple(map(_work, values["work"]))
         for name in ("round", "bytes_down", "bytes_up"):
             whole(name, values[name], 0)
         for name in ("train_loss", "test_loss", "test_accuracy", "test_metric"):
@@ -80,6 +82,14 @@ class Record:
         for name in ("simulated_seconds", "wall_seconds"):
             values[name] = float(values[name])
         return cls(**values)
+
+
+def _work(plain: Mapping[str, Any]) -> Work:
+    columns: dict[str, Any] = {name: _lengthen(plain[name], len(plain["clients"])) for name in WORK_COLUMNS}
+    link = plain.get("link", "client")
+    if link not in ("client", "group"):
+        raise ValueError(f"link {shown(link)}")
+    return Work(**columns, link=link)
 
 
 def _numbers(values: Any) -> tuple[int, ...]:

@@ -13,11 +13,13 @@ from fadamgc.errors import NonFiniteError
 from fadamgc.federation.client_states import ClientStates
 from fadamgc.federation.cost import CostModel, Work, state_bytes, traffic
 from fadamgc.federation.functions import Buffers, TaskFunctions
+from fadamgc.federation.group_rounds import GroupRounds
 from fadamgc.federation.jobs import Round
 from fadamgc.federation.run import Record, Run, environment
 from fadamgc.federation.sampling import Draw, draw
 from fadamgc.federation.settings import Settings
 from fadamgc.federation.sums import Sums, all_finite
+from fadamgc.grouped import GroupedAlgorithm
 from fadamgc.methods import algorithm_name
 from fadamgc.tree import named_leaves
 
@@ -64,6 +66,8 @@ class Federation:
         cost: CostModel | None = None,
     ) -> None:
         algorithm = algorithm.for_model(functions.flat.shapes)
+        if isinstance(algorithm, GroupedAlgorithm):
+            algorithm = algorithm.for_groups([len(group) for group in settings.group_ids(n)])
         self.algorithm, self.functions, self.n, self.settings = algorithm, functions, n, settings
         self.task = functions.task
         self.cost = cost or CostModel()
@@ -118,6 +122,13 @@ class Federation:
         down = algo.broadcast(server)
         return Round(self.functions, algo, self.settings.seed, self.t + 1, down, buffers)
 
+    def open_groups(self) -> GroupRounds:
+        """Return the next global round of an algorithm with groups."""
+        s, t = self.settings, self.t + 1
+        assert isinstance(self.algorithm, GroupedAlgorithm)
+        groups, count = s.group_ids(self.n), s.group_rounds or 1
+        return GroupRounds(self.algorithm, self.functions, groups, count, s.seed, t, self.state)
+
     def new_sums(self) -> Sums:
         """Return empty sums for the next round."""
         return Sums(self.weights)
@@ -150,15 +161,17 @@ class Federation:
         seconds: float,
         dropped: Collection[int] = (),
         silent: Collection[int] = (),
+        work: Sequence[Work] | None = None,
     ) -> Record:
         """Return the record of the next round, with its cost.
 
         ``steps`` has the work of each sampled client, and ``seconds`` is how long the round took here.
         ``dropped`` are the clients whose updates were not added; the bytes of ``silent`` ones do not count.
+        ``work`` is the work of a round that had several exchanges, instead of ``steps``.
         """
         t = self.t + 1
-        now = self.traffic.work(draw, steps, silent)
-        work = (*self.setup, now) if t == 1 else (now,)
+        now = (self.traffic.work(draw, steps, silent),) if work is None else tuple(work)
+        work = (*self.setup, *now) if t == 1 else now
         return Record(
             round=t,
             train_loss=sums.mean_loss(),

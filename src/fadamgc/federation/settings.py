@@ -15,6 +15,7 @@ from fadamgc.algorithm import AnyAlgorithm
 from fadamgc.errors import InputError, listed, not_accepted, real, shown, whole
 from fadamgc.federation.sampling import Batches, Draw, draw, draw_steps
 from fadamgc.files import as_json
+from fadamgc.grouped import GroupedAlgorithm
 from fadamgc.task import DTYPES
 
 LARGEST_COUNT = 2**53  # rounds, clients, steps, samples: they are also counted in floats
@@ -43,6 +44,9 @@ class Settings:
         target: stop as soon as the metric reaches this value.
         on_nonfinite: "error", or "drop" to skip a client whose update is not finite.
         checkpoint_every: rounds between two checkpoints; the last round always has one.
+        groups: who is in which group, or a number of groups of equal size, for algorithms with groups; None
+            is one group of all clients.
+        group_rounds: group rounds in a global round; None is 1.
         dtype: type of model and data; None is the model's.
     """
 
@@ -59,6 +63,8 @@ class Settings:
     target: float | None = None
     on_nonfinite: Literal["error", "drop"] = "error"
     checkpoint_every: int = 1
+    groups: tuple[tuple[int, ...], ...] | int | None = None
+    group_rounds: int | None = None
     dtype: torch.dtype | None = None
 
     @classmethod
@@ -73,13 +79,15 @@ class Settings:
             raise InputError("rounds=None; say how many rounds to run")
         if "weights" in others and not isinstance(others["weights"], str):
             others["weights"] = _weights(others["weights"])
+        if others.get("groups") is not None:
+            others["groups"] = _groups(others["groups"])
         if others.get("local_steps") is None and others.get("local_epochs") is None:
             others["local_steps"] = DEFAULT_STEPS
         return cls(rounds=len(draws or ()) if rounds is None else rounds, schedule=draws, **others)
 
     def __post_init__(self) -> None:
         least, most = {"rounds": 0, "tracked": 0, "seed": 0}, {"seed": LARGEST_SEED}
-        optional = ("sampled", "tracked", "local_steps", "local_epochs", "batch_size")
+        optional = ("sampled", "tracked", "local_steps", "local_epochs", "batch_size", "group_rounds")
         for name in ("rounds", "seed", "eval_every", "checkpoint_every", *optional):
             value = getattr(self, name)
             if value is not None or name not in optional:
@@ -141,6 +149,14 @@ class Settings:
                 f"local_epochs={self.local_epochs} is given, but {type(algorithm).__name__} draws the number "
                 "of local steps; omit it"
             )
+        if isinstance(algorithm, GroupedAlgorithm):
+            self._check_groups(n)
+        elif self.groups is not None or self.group_rounds is not None:
+            raise InputError(
+                f"groups={shown(self.groups)} and group_rounds={self.group_rounds} are given, but "
+                f"{type(algorithm).__name__} has no groups; omit them, or use fadamgc.MTGC or "
+                "fadamgc.MTGCAdam"
+            )
         if algorithm.full_participation:
             self._check_full_participation(n, sizes, type(algorithm).__name__)
 
@@ -164,6 +180,32 @@ class Settings:
                     raise InputError(f"{where}: a client is {name} twice in {shown(list(ids))}")
             if extra := sorted(set(entry.tracked) - set(entry.sampled)):
                 raise InputError(f"{where}: client {extra[0]} is tracked but not sampled")
+
+    def _check_groups(self, n: int) -> None:
+        if isinstance(self.groups, int):
+            if not 1 <= self.groups <= n:
+                raise not_accepted("groups", self.groups, f"a number of groups from 1 to clients={n}")
+            return
+        seen: dict[int, int] = {}
+        for j, group in enumerate(self.groups or ()):
+            if not group:
+                raise InputError(f"groups[{j}] is empty; each group needs at least one client")
+            for i in group:
+                if not 0 <= i < n:
+                    raise InputError(f"groups[{j}]: client {i} is not in 0..{n - 1}")
+                if i in seen:
+                    raise InputError(f"client {i} is in groups[{seen[i]}] and groups[{j}]; give it one group")
+                seen[i] = j
+        if self.groups is not None and len(seen) < n:
+            missing = next(i for i in range(n) if i not in seen)
+            raise InputError(f"client {missing} is in no group; every client of 0..{n - 1} needs one")
+
+    def group_ids(self, n: int) -> tuple[tuple[int, ...], ...]:
+        """Return the clients of each group; a number of groups divides the clients in their order."""
+        if isinstance(self.groups, tuple):
+            return self.groups
+        parts = np.array_split(np.arange(n), self.groups or 1)
+        return tuple(tuple(part.tolist()) for part in parts)
 
     def _check_full_participation(self, n: int, sizes: Sequence[int], name: str) -> None:
         draws = [self._numbers_drawn(n)]
@@ -251,6 +293,18 @@ def _draws(schedule: Any) -> tuple[Draw, ...]:
             ) from None
         draws.append(Draw(sampled, tracked))
     return tuple(draws)
+
+
+def _groups(value: Any) -> tuple[tuple[int, ...], ...] | int:
+    accepted = "a list of lists of client numbers such as [[0, 1], [2, 3]], or a number of groups"
+    if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
+        return int(value)
+    if (entries := listed(value)) is None:
+        raise not_accepted("groups", value, accepted)
+    try:
+        return tuple(tuple(sorted(index(i) for i in group)) for group in entries)
+    except TypeError:
+        raise not_accepted("groups", value, accepted) from None
 
 
 def _weights(values: Any) -> tuple[float, ...]:

@@ -33,6 +33,7 @@ from fadamgc.flower.members import Members
 from fadamgc.flower.protocol import MAX_GENERATION, NEVER, RefusedError, Reply, Request, Stamp, TrainRequest
 from fadamgc.flower.reply_checks import Norms, ReplyChecks, Scale, evaluate, refusal
 from fadamgc.flower.server_store import Checkpoint, ServerStore
+from fadamgc.grouped import GroupedAlgorithm
 from fadamgc.task import Task
 from fadamgc.tree import from_names, named_leaves
 
@@ -61,6 +62,11 @@ class Coordinator:
         if algorithm.full_participation and self.min_clients < self.n:
             name = type(algorithm).__name__
             raise InputError(f"{refused} it must be {self.n}: {name} needs all clients in every round")
+        if isinstance(algorithm, GroupedAlgorithm):
+            raise InputError(
+                f"{type(algorithm).__name__} needs clients in groups, and a Flower federation has one level: "
+                "a server and its nodes; use fadamgc.simulate, or another algorithm"
+            )
         settings.check(self.n, [1] * self.n, algorithm)
         self.functions, self.task, self.settings = TaskFunctions(task, settings.dtype), task, settings
         self.federation = Federation(algorithm, self.functions, self.n, settings)
@@ -325,7 +331,7 @@ class Coordinator:
             "identity": self._identity(),
             "round": federation.t,
             "set_up": server is not None,
-            "setup": [work._asdict() for work in federation.setup],
+            "setup": [work.columns() for work in federation.setup],
             "history": [record.to_json() for record in federation.history],
             "generation": self.generation,
             "counted": {str(i): list(stamp) for i, stamp in self.counted.items()},
@@ -345,7 +351,8 @@ class Coordinator:
             server = from_names(self.algorithm.init_server(x0, x0), tensors, "server")
         buffers = {name: tensors[f"buffer.{name}"] for name in self.buffers}
         federation.state, federation.t = ServerState(server, buffers), content["round"]
-        federation.setup = tuple(Work(**{k: tuple(v) for k, v in w.items()}) for w in content["setup"])
+        setup: list[dict[str, Any]] = [{k: tuple(v) for k, v in w.items()} for w in content["setup"]]
+        federation.setup = tuple(Work(**columns) for columns in setup)
         federation.history = [Record.from_json(record) for record in content["history"]]
         self.generation = content["generation"]
         self.counted = {int(i): Stamp(*stamp) for i, stamp in content["counted"].items()}

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from fadamgc.algorithm import AnyAlgorithm
+from fadamgc.grouped import GroupedAlgorithm
 from fadamgc.sim.many import simulate_many
 from fadamgc.task import Task
 from fadamgc.tasks.build import build_task
@@ -21,6 +22,7 @@ from fadamgc.tasks.sections import task_spec
 
 CLIENTS, DIM, SAMPLED = 12, 5, 4
 STEPS, ROUNDS = 10, 1500
+GROUPS = 3  # for methods with groups
 STEP_SIZES = (0.1, 0.03, 0.01, 0.003, 0.001)
 EXACT, SMALL = 1e-18, 1e-5  # squared gradient norms, from about 10 at the start; SMALL is no proof
 
@@ -52,12 +54,14 @@ def exactness(
 ) -> Exactness:
     """Run the method with several local step sizes, and return the best result."""
     mark = 2 * rounds // 3
+    groups = {"groups": GROUPS, "group_rounds": 2} if isinstance(algorithm, GroupedAlgorithm) else {}
     runs = simulate_many(
         [{"algorithm": algorithm.replace(eta_l=eta_l)} for eta_l in sizes],
         task=quadratics(),
         rounds=rounds,
         sampled=sampled,
         local_steps=STEPS,
+        **groups,
         batch_size=None,
         eval_every=mark,
         dtype=torch.float64,

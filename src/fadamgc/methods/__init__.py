@@ -42,6 +42,8 @@ from fadamgc.methods.fedadamw import FedAdamW as FedAdamW
 from fadamgc.methods.diloco import DiLoCo as DiLoCo
 from fadamgc.methods.fedlion import FedLion as FedLion
 from fadamgc.methods.fedmuon_sign import FedMuonSign as FedMuonSign
+from fadamgc.methods.mtgc import MTGC as MTGC
+from fadamgc.methods.mtgc_adam import MTGCAdam as MTGCAdam
 from fadamgc.algebra.compose import Composed as Composed
 # isort: on
 

@@ -20,12 +20,14 @@ from fadamgc.errors import CheckpointError, InputError, NonFiniteError, listed, 
 from fadamgc.federation.client_states import ClientStates
 from fadamgc.federation.cost import CostModel, state_bytes
 from fadamgc.federation.functions import Buffers
+from fadamgc.federation.group_rounds import GroupRounds
 from fadamgc.federation.jobs import Job, Result
 from fadamgc.federation.run import Record, Run, other_types
 from fadamgc.federation.sampling import Draw
 from fadamgc.federation.server import Federation, ServerState
 from fadamgc.federation.settings import Settings
 from fadamgc.federation.sums import all_finite
+from fadamgc.grouped import GroupedAlgorithm
 from fadamgc.runtime import memory
 from fadamgc.sim.checkpoint import Checkpoint
 from fadamgc.sim.executors.auto import EXECUTORS, ExecutorChoice
@@ -107,6 +109,8 @@ class Engine:
         self._in_memory = options.states == "memory" or (options.states == "auto" and self._fits_memory())
         self.checkpoint = None if options.checkpoint is None else Checkpoint(Path(options.checkpoint))
         self._saved_round = -1
+        self._staged: dict[int, Any] = {}  # the clients' new states, until the end of the round
+        self._group_rounds: GroupRounds | None = None  # of the round that is under way
         try:
             self._open(resources)
         except BaseException:
@@ -207,39 +211,61 @@ class Engine:
         return any(isinstance(answer, (bool, np.bool_)) and bool(answer) for answer in answers)
 
     def begin(self) -> list[Job]:
-        """Return the jobs of the next round."""
-        self._began = time.perf_counter()
-        draw, round, s = self.federation.who(), self.federation.open(), self.settings
-        if round.t < s.rounds:
-            self.clients.expect(s.who(round.t + 1, len(self.data)).sampled)
+        """Return the jobs of the next round; with groups, those of the next group round."""
+        draw, s, t = self.federation.who(), self.settings, self.t + 1
+        if self._group_rounds is None:
+            self._began = time.perf_counter()
+            if t < s.rounds:
+                self.clients.expect(s.who(t + 1, len(self.data)).sampled)
+            if isinstance(self.algorithm, GroupedAlgorithm):
+                self._group_rounds = self.federation.open_groups()
+        if self._group_rounds is None:
+            rounds = dict.fromkeys(draw.sampled, self.federation.open())
+        else:
+            rounds = self._group_rounds.open()
         tracked = set(draw.tracked)
         jobs = []
         for i in draw.sampled:
             data = self.data[i]
-            batches = s.batches(round.t, i, data.size, self.algorithm.coin)
-            jobs.append(Job(round, i, data, partial(self.clients.__getitem__, i), i in tracked, batches))
+            batches = s.batches(rounds[i].t, i, data.size, self.algorithm.coin)
+            jobs.append(Job(rounds[i], i, data, partial(self._state_of, i), i in tracked, batches))
         return jobs
 
-    def end(self, jobs: Sequence[Job], results: Iterable[Result]) -> RoundEnd:
-        """Take in the results of the jobs. If that fails, the state is as before the round."""
-        staged: dict[int, Any] = {}
+    def _state_of(self, client: int) -> Any:
+        """Return the state of a client, after the group rounds that are done."""
+        if client in self._staged:
+            return self.clients.staged_state(self._staged[client])
+        return self.clients[client]
+
+    def end(self, jobs: Sequence[Job], results: Iterable[Result]) -> RoundEnd | None:
+        """Take in the results of the jobs; return None if more group rounds of this round follow.
+
+        If that fails, the state is as before the round.
+        """
         try:
-            state, record = self._conclude(jobs, results, staged)
+            conclusion = self._conclude(jobs, results)
         except BaseException:
-            self.clients.discard(staged.values())
+            self.clients.discard(self._staged.values())
+            self._staged, self._group_rounds = {}, None
             raise
-        self.clients.update(staged)
+        if conclusion is None:
+            return None
+        state, record = conclusion
+        self.clients.update(self._staged)
+        self._staged, self._group_rounds = {}, None
         self.federation.commit(state, record)
         if self.t % self.settings.checkpoint_every == 0:
             self.write()
         return RoundEnd(record, state.server, self.clients, state.buffers)
 
-    def _conclude(
-        self, jobs: Sequence[Job], results: Iterable[Result], staged: dict[int, Any]
-    ) -> tuple[ServerState, Record]:
-        """Return the server after the round and its record; the clients' new states go to ``staged``."""
+    def _conclude(self, jobs: Sequence[Job], results: Iterable[Result]) -> tuple[ServerState, Record] | None:
+        """Return the server after the round and its record; None after a group round that is not the last.
+
+        The clients' new states are staged.
+        """
         federation, t = self.federation, self.t + 1
-        sums = federation.new_sums()
+        group_rounds = self._group_rounds
+        sums_of = {id(job.round): federation.new_sums() for job in jobs}  # one round per group
         dropped: list[int] = []
         for result in _in_order(results, jobs):
             job = result.job
@@ -248,10 +274,26 @@ class Engine:
                     raise NonFiniteError(job.client, t, first_nonfinite_step(job), "update")
                 dropped.append(job.client)
                 continue
+            sums = sums_of[id(job.round)]
             sums.add(job.client, job.batches.steps, result.up, result.buffers, result.loss)
-            staged[job.client] = self.clients.stage(result.state)
+            staged = self.clients.stage(result.state)
+            if job.client in self._staged:
+                self.clients.discard([self._staged[job.client]])
+            self._staged[job.client] = staged
         self._check_left(t, jobs, dropped)
-        after = federation.aggregate(sums)
+        draw = Draw(tuple(job.client for job in jobs), tuple(job.client for job in jobs if job.tracked))
+        steps = [federation.work_steps(job.batches.steps, job.data.size) for job in jobs]
+        work = None
+        if group_rounds is None:
+            (sums,) = sums_of.values()
+            after = federation.aggregate(sums)
+        else:
+            in_order = [sums_of[id(round)] for round in group_rounds.rounds]
+            group_rounds.close(in_order, federation.traffic.work(draw, steps))
+            if group_rounds.done < group_rounds.count:
+                return None
+            server, buffers, sums = group_rounds.end(in_order)
+            after, work = ServerState(server, buffers), group_rounds.work
         if (name := after.nonfinite()) is not None:
             message = (
                 f"the server's {name} is not finite after round {t}, although all updates were; "
@@ -259,10 +301,8 @@ class Engine:
             )
             raise NonFiniteError(None, t, None, message)
         evaluation = federation.evaluate(after)
-        draw = Draw(tuple(job.client for job in jobs), tuple(job.client for job in jobs if job.tracked))
-        steps = [federation.work_steps(job.batches.steps, job.data.size) for job in jobs]
         seconds = time.perf_counter() - self._began
-        return after, federation.record(draw, sums, evaluation, steps, seconds, dropped)
+        return after, federation.record(draw, sums, evaluation, steps, seconds, dropped, work=work)
 
     def _check_left(self, t: int, jobs: Sequence[Job], dropped: Sequence[int]) -> None:
         """Refuse to continue if no update is left and more than half of all clients have been dropped.

@@ -202,4 +202,5 @@ def _round(started: Sequence[Engine], active: list[int]) -> Iterator[tuple[int, 
         except NonFiniteError as error:
             yield i, error
         else:
-            yield i, None if started[i].stops_after(end) else end.record
+            if end is not None:  # else more group rounds follow
+                yield i, None if started[i].stops_after(end) else end.record

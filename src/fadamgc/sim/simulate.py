@@ -38,6 +38,8 @@ def simulate(
     eval_every: int = 1,
     target: float | None = None,
     on_nonfinite: Literal["error", "drop"] = "error",
+    groups: Sequence[Sequence[int]] | int | None = None,
+    group_rounds: int | None = None,
     cost: CostModel | None = None,
     dtype: torch.dtype | None = None,
     device: str | torch.device | None = None,
@@ -71,6 +73,9 @@ def simulate(
             change and the record names it. In both cases a NonFiniteError ends the run if the server's
             state is not finite; with "drop" also if more than half of all clients were dropped and none
             was left.
+        groups: for algorithms with groups such as ``fadamgc.MTGC``: the clients of each group,
+            ``[[0, 1], [2, 3]]``, or a number of groups of equal size; None is one group.
+        group_rounds: group rounds in a global round, each with ``local_steps`` steps (default 1).
         cost: how rounds are priced; a finished run can be priced again.
         dtype: type of model and data; None is the model's. With a 16-bit type, gradients are computed in that
             type, and x, the clients' states and all that is sent and added are float32.
@@ -112,6 +117,8 @@ def simulate(
         eval_every=eval_every,
         target=target,
         on_nonfinite=on_nonfinite,
+        groups=groups,
+        group_rounds=group_rounds,
         checkpoint_every=checkpoint_every,
         dtype=dtype,
     )
@@ -125,6 +132,8 @@ def simulate(
             while not engine.over():
                 jobs = engine.begin()
                 end = engine.end(jobs, engine.executor.run(jobs))
+                if end is None:  # more group rounds of this round follow
+                    continue
                 advance(end.record)
                 if engine.stops_after(end):
                     break

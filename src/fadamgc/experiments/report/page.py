@@ -132,6 +132,8 @@ def _data(results: Results, colours: dict[str, str]) -> dict[str, Any]:
         "cost": {
             **{name: _slider_start(getattr(results.cost, name)) for name, *_ in SLIDERS},
             "per_round": results.cost.per_round,
+            "group_down_mbps": min(results.cost.group_down_mbps, 1e12),
+            "group_up_mbps": min(results.cost.group_up_mbps, 1e12),
         },
     }
 
@@ -143,7 +145,8 @@ def _run(run: Run, works: dict[Any, int]) -> dict[str, Any]:
         exchanges = []
         for work in record.work:
             clients = Counter(zip(work.down, work.up, work.steps, strict=True))
-            exchanges.append(tuple((*load, count) for load, count in sorted(clients.items())))
+            link = ("group",) if work.link == "group" else ()
+            exchanges.append(tuple((*load, count, *link) for load, count in sorted(clients.items())))
         work_numbers.append(works.setdefault(tuple(exchanges), len(works)))
     return {
         "seed": run.settings["seed"],

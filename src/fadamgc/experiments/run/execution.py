@@ -31,6 +31,7 @@ from fadamgc.errors import (
 from fadamgc.experiments.planned_run import ADAPTER, CHECKPOINT, DIVERGED_RECORD, RECORDS, PlannedRun
 from fadamgc.federation.run import Run
 from fadamgc.files import remove_leftovers, unwritable
+from fadamgc.grouped import GroupedAlgorithm
 from fadamgc.runtime import memory
 from fadamgc.sim.engine import Engine, RoundEnd
 from fadamgc.sim.executors.machine_code import compiler
@@ -98,6 +99,8 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 def arguments(planned: PlannedRun, task: Task) -> dict[str, Any]:
     """Return the arguments of ``simulate`` for a run."""
     run = planned.run
+    if not isinstance(planned.algorithm, GroupedAlgorithm):
+        run = run.model_copy(update={"groups": None, "group_rounds": None})
     return {name: getattr(run, name) for name in SETTINGS if name in type(run).model_fields} | {
         "algorithm": planned.algorithm,
         "task": task,

@@ -44,6 +44,14 @@ def _check_weights(value: object) -> object:
     return value
 
 
+def _check_groups(value: object) -> object:
+    lists = isinstance(value, tuple) and all(isinstance(group, (tuple, list)) for group in value)
+    count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    if value is not None and not lists and not count:
+        raise ValueError("it must be a number of groups, or a list of lists of client numbers")
+    return value
+
+
 class RunSpec(Section):
     """The settings that all methods share; ``fadamgc.simulate`` explains them."""
 
@@ -59,6 +67,8 @@ class RunSpec(Section):
     eval_every: Count = 1
     weights: Annotated[Any, BeforeValidator(_check_weights)] = "uniform"
     on_nonfinite: Literal["error", "drop"] = "error"
+    groups: Annotated[Any, BeforeValidator(_check_groups)] = None  # for methods with groups, as group_rounds
+    group_rounds: Count | None = None
     dtype: Literal["float32", "float64"] = "float32"
     executor: ExecutorName = "auto"
 
@@ -81,6 +91,8 @@ class CostSpec(Section):
     seconds_per_step: Any = 0.0
     latency: Any = 0.0
     per_round: Literal["mean", "slowest"] = "mean"
+    group_down_mbps: Any = 100.0
+    group_up_mbps: Any = 100.0
 
     @model_validator(mode="after")
     def _check_model(self) -> CostSpec:
@@ -162,7 +174,11 @@ class Spec(Section):
     def _check_entries_and_target(self) -> Spec:
         for place, section in (("[cost]", self.cost), ("[run]", self.run)):
             for key, value in section:
-                if key != "seeds" and isinstance(value, tuple) and len(value) != self.task.clients:
+                if (
+                    key not in ("seeds", "groups")
+                    and isinstance(value, tuple)
+                    and len(value) != self.task.clients
+                ):
                     raise ValueError(
                         f"{place} {key} has {len(value)} entries; "
                         f"give one number, or one for each of {self.task.clients} clients"

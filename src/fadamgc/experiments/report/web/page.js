@@ -11,13 +11,16 @@ const cost = {};
 // Prices
 
 function roundSeconds(works, price) {
-  // works: exchanges, one after the other; each a list of [bytes down, bytes up, steps, clients].
+  // works: exchanges, one after the other; each a list of [bytes down, bytes up, steps, clients], with "group"
+  // at the end if groups, not clients, exchange with the server.
   let total = 0;
   for (const groups of works) {
     let sum = 0, count = 0, most = 0;
-    for (const [down, up, steps, clients] of groups) {
-      const each = price.latency + 8e-6 * down / price.down_mbps + 8e-6 * up / price.up_mbps
-        + steps * price.seconds_per_step;
+    for (const [down, up, steps, clients, link] of groups) {
+      const each = link === "group"
+        ? 8e-6 * (down / price.group_down_mbps + up / price.group_up_mbps)
+        : price.latency + 8e-6 * down / price.down_mbps + 8e-6 * up / price.up_mbps
+          + steps * price.seconds_per_step;
       sum += each * clients;
       count += clients;
       most = Math.max(most, each);
