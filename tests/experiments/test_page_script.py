@@ -23,6 +23,8 @@ from fadamgc.experiments.report.tables import (
     results_table,
 )
 from fadamgc.experiments.report.write import write_report
+from fadamgc.experiments.run.runner import run_spec
+from fadamgc.experiments.spec.toml_io import parse_spec
 from reported import forge
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -42,10 +44,15 @@ nodes.experiments = { textContent: data };
 const document = { getElementById: node, querySelectorAll: () => [] };
 const Plotly = { react: (box, traces, layout) => { plots[box.id] = { traces, layout }; } };
 const said = {}, context = { document, Plotly, Number, Math, JSON, console, said };
-vm.runInNewContext(script + "said.pricing = pricing();", context);
+const further = `
+  const experiment = EXPERIMENTS[0];
+  said.pricing = pricing(experiment);
+  said.priced = experiment.methods.map((method) => method.runs.map((run) => price(experiment, run)));
+`;
+vm.runInNewContext(script + further, context);
 const names = Object.keys(nodes).filter((name) => name.startsWith("[data-minutes"));
 const minutes = names.map((name) => nodes[name].textContent);
-console.log(JSON.stringify({ minutes, plots, pricing: said.pricing }));
+console.log(JSON.stringify({ minutes, plots, ...said }));
 """
 
 
@@ -81,6 +88,35 @@ def test_the_script_of_the_page_says_how_rounds_are_priced(copy, per_round):
     cost = {"down_mbps": 0.1, "up_mbps": 0.05, "seconds_per_step": 0.5, "latency": 2.0}
     results = write_report(copy, cost | {"per_round": per_round})
     assert drawn(copy).pricing == pricing(results)
+
+
+def test_the_script_of_the_page_prices_the_links_of_groups(tmp_path):
+    text = """
+        name = "groups"
+        [task]
+        data = "digits"
+        clients = 6
+        [run]
+        rounds = 2
+        local_steps = 2
+        seeds = [0]
+        groups = [[0, 1, 2], [3, 4, 5]]
+        executor = "loop"
+        [cost]
+        group_up_mbps = 0.01
+        [[method]]
+        algorithm = "mtgc"
+        [[method]]
+        algorithm = "fedavg"
+    """
+    run_spec(parse_spec(text, "spec.toml"), tmp_path, workers=1, quiet=True)
+    results = write_report(tmp_path)
+    page = drawn(tmp_path)
+    assert page.pricing == pricing(results)
+    assert "of 100 Mbps down and 0.01 Mbps up for groups" in page.pricing
+    for runs, priced in zip(results.runs.values(), page.priced, strict=True):
+        minutes = [record.simulated_seconds / 60 for record in runs[0].history]
+        assert priced == [pytest.approx([minutes[0], sum(minutes)])]
 
 
 def test_the_script_of_the_page_draws_negative_numbers(copy):

@@ -19,6 +19,7 @@ from fadamgc.federation.cost import Work
 from fadamgc.flower.config import read_config
 from fadamgc.flower.coordinator import Coordinator
 from problems import EVEN, class_task, mlp
+from transcription import Problem
 
 GROUPS = [[0, 3], [1, 2, 5], [4]]
 ADAM = {"eta_l": 0.05, "beta1": 0.8, "beta2": 0.95, "eps": 1e-3}
@@ -62,6 +63,66 @@ def test_package_follows_the_transcription(
     )
     expected = function(problem, groups, E, 4, 5, **options)["x"]
     np.testing.assert_allclose(xs, expected, rtol=RTOL, atol=ATOL)
+
+
+def by_hand(clients: list[tuple[float, float]], algorithm: Any, **how: Any) -> list[float]:
+    """The models after the rounds; clients have f(w) = (A w - b)^2 / 2, and x = 2 before round 1."""
+    A, b = zip(*clients, strict=True)
+    problem = Problem(
+        [np.full((1, 1), float(a)) for a in A], [np.full(1, float(c)) for c in b], np.array([2.0])
+    )
+    xs: list[float] = []
+    fadamgc.simulate(
+        algorithm,
+        make_task(problem),
+        local_steps=1,
+        dtype=torch.float64,
+        callbacks=[lambda end: xs.append(end.server.x.item())],
+        **how,
+    )
+    return xs
+
+
+@pytest.mark.parametrize("z", ["keep", "reset"])
+def test_two_rounds_of_sgd_by_hand(z: Any) -> None:
+    """Gradients w, w - 1 and (w - 1) / 4; eta_l = 1/2, one step in a group round.
+
+    Round 1, group 0: 2 -> 1 and 3/2, x_0 = 5/4, z = -1/2 and 1/2 ; then 5/4 -> 7/8 and 7/8, x_0 = 7/8
+             group 1: 2 -> 15/8 -> 113/64
+        x = (2 * 7/8 + 113/64) / 3 = 75/64 ; y_0 = 7/8 - 75/64 = -19/64 ; y_1 = 113/64 - 75/64 = 38/64
+    Round 2, group 0: 75/64 -> 63/64 (mean) -> 57/64
+             group 1: 75/64 - (11/256 + 38/64)/2 = 437/512 ; 437/512 - (-75/2048 + 38/64)/2 = 2355/4096
+        x = (2 * 57/64 + 2355/4096) / 3
+    With one step, z does not change the mean of a group: "reset" gives the same models.
+    """
+    xs = by_hand(
+        [(1, 0), (1, 1), (0.5, 0.5)],
+        fadamgc.MTGC(eta_l=0.5, z=z),
+        rounds=2,
+        groups=[[0, 1], [2]],
+        group_rounds=2,
+    )
+    assert xs == pytest.approx([75 / 64, 3217 / 4096], abs=1e-15)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"rounds": 2, "groups": [[0], [1]], "group_rounds": 1},  # corrected by y_j
+        {"rounds": 1, "groups": [[0, 1]], "group_rounds": 2},  # corrected by z_i
+    ],
+    ids=["two groups", "one group"],
+)
+def test_two_steps_of_adam_by_hand(how: Any) -> None:
+    """Gradients w and w - 1; eta_l = 1/2, eps = 1, no decay: a step is g / (sqrt(v_hat) + 1) / 2.
+
+    First  2 - 2/3/2 = 5/3 and 2 - 1/2/2 = 7/4, mean 41/24 ; v_hat = 4 and 1 ; corrections -1/2 and 1/2
+    Second g = 41/24 - 1/2 = 29/24 and 17/24 + 1/2 = 29/24 ; v_hat = 4 and (29/24)^2
+           41/24 - 29/72/2 = 217/144 and 41/24 - 29/53/2 = 1825/1272
+    """
+    algorithm = fadamgc.MTGCAdam(eta_l=0.5, beta1=0, beta2=0, eps=1)
+    xs = by_hand([(1, 0), (1, 1)], algorithm, **how)
+    assert xs[-1] == pytest.approx((217 / 144 + 1825 / 1272) / 2, abs=1e-15)
 
 
 @pytest.mark.parametrize("algorithm", BOTH, ids=title)

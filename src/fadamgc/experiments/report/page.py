@@ -21,7 +21,7 @@ import jinja2
 from fadamgc.escape import printable
 from fadamgc.experiments.report.numbers import Experiments, ReportedExperiment, Results
 from fadamgc.experiments.report.plots import colour
-from fadamgc.experiments.report.tables import extent, legend, pricing, results_table
+from fadamgc.experiments.report.tables import extent, group_links, legend, pricing, results_table
 from fadamgc.federation.cost import PerClient
 from fadamgc.federation.run import Run
 from fadamgc.tasks.sections import CustomTask
@@ -132,8 +132,11 @@ def _data(results: Results, colours: dict[str, str]) -> dict[str, Any]:
         "cost": {
             **{name: _slider_start(getattr(results.cost, name)) for name, *_ in SLIDERS},
             "per_round": results.cost.per_round,
-            "group_down_mbps": min(results.cost.group_down_mbps, 1e12),
-            "group_up_mbps": min(results.cost.group_up_mbps, 1e12),
+        },
+        "groups": {  # the links between groups and the server
+            "down_mbps": min(results.cost.group_down_mbps, 1e12),
+            "up_mbps": min(results.cost.group_up_mbps, 1e12),
+            "text": group_links(results),
         },
     }
 

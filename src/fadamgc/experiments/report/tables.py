@@ -228,7 +228,16 @@ def pricing(results: Results) -> str:
     steps = f"{_range(cost.seconds_per_step)} s per local step"
     latency = f", {_range(cost.latency)} s latency" if cost.latency else ""
     client = "the mean of its clients" if cost.per_round == "mean" else "its slowest client"
-    return f"{links}, {steps}{latency}; a round takes as long as {client}"
+    return f"{links}{group_links(results)}, {steps}{latency}; a round takes as long as {client}"
+
+
+def group_links(results: Results) -> str:
+    """Return the links between groups and the server, in words; empty if no method has groups."""
+    first = (run.history[0] for runs in results.runs.values() for run in runs if run.history)
+    if not any(work.link == "group" for record in first for work in record.work):
+        return ""
+    cost = results.cost
+    return f", of {cost.group_down_mbps:g} Mbps down and {cost.group_up_mbps:g} Mbps up for groups"
 
 
 def _range(value: float | tuple[float, ...]) -> str:

@@ -10,7 +10,7 @@ const cost = {};
 
 // Prices
 
-function roundSeconds(works, price) {
+function roundSeconds(works, price, groupPrice) {
   // works: exchanges, one after the other; each a list of [bytes down, bytes up, steps, clients], with "group"
   // at the end if groups, not clients, exchange with the server.
   let total = 0;
@@ -18,7 +18,7 @@ function roundSeconds(works, price) {
     let sum = 0, count = 0, most = 0;
     for (const [down, up, steps, clients, link] of groups) {
       const each = link === "group"
-        ? 8e-6 * (down / price.group_down_mbps + up / price.group_up_mbps)
+        ? 8e-6 * (down / groupPrice.down_mbps + up / groupPrice.up_mbps)
         : price.latency + 8e-6 * down / price.down_mbps + 8e-6 * up / price.up_mbps
           + steps * price.seconds_per_step;
       sum += each * clients;
@@ -32,7 +32,7 @@ function roundSeconds(works, price) {
 
 function price(experiment, run) {
   // Minutes up to each round.
-  const seconds = experiment.works.map((works) => roundSeconds(works, cost));
+  const seconds = experiment.works.map((works) => roundSeconds(works, cost, experiment.groups));
   let sum = 0;
   return run.work.map((index) => (sum += seconds[index]) / 60);
 }
@@ -211,23 +211,23 @@ function number3(value) {
   return String(Number(value.toPrecision(3)));
 }
 
-function pricing() {
+function pricing(experiment) {
   const latency = cost.latency ? `, ${number3(cost.latency)} s latency` : "";
   const client = cost.per_round === "mean" ? "the mean of its clients" : "its slowest client";
-  return `links of ${number3(cost.down_mbps)} Mbps down and ${number3(cost.up_mbps)} Mbps up, `
+  return `links of ${number3(cost.down_mbps)} Mbps down and ${number3(cost.up_mbps)} Mbps up${experiment.groups.text}, `
     + `${number3(cost.seconds_per_step)} s per local step${latency}; a round takes as long as ${client}`;
 }
 
-function drawPricing(place) {
+function drawPricing(experiment, place) {
   const text = place.querySelector("[data-pricing]");
   if (!text.dataset.saved) text.dataset.saved = text.textContent;
-  text.textContent = cost.as_saved ? text.dataset.saved : pricing();
+  text.textContent = cost.as_saved ? text.dataset.saved : pricing(experiment);
 }
 
 function draw(number, axes) {
   const place = document.getElementById(`experiment-${number}`);
   if (place.tagName === "DETAILS" && !place.open) return;
-  drawPricing(place);
+  drawPricing(EXPERIMENTS[number], place);
   drawTable(EXPERIMENTS[number], place);
   drawCurves(EXPERIMENTS[number], place, drawn.has(number) ? axes : Object.keys(AXES));
   drawn.add(number);
