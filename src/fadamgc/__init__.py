@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 # this variable when it first allocates memory; THP_MEM_ALLOC_ENABLE=0 in the environment turns it off.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
-from fadamgc import methods
+from fadamgc import methods, schedules
 from fadamgc.algebra import correction, local, server
 from fadamgc.algebra.compose import compose
 from fadamgc.algorithm import Algorithm, Cohort, add
@@ -62,6 +62,7 @@ __all__ = [
     "correction",
     "load_run",
     "local",
+    "schedules",
     "server",
     "simulate",
     "simulate_many",

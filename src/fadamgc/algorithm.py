@@ -33,6 +33,7 @@ from torch import Tensor
 
 from fadamgc.errors import InputError, shown
 from fadamgc.fields import check_fields
+from fadamgc.hyperparameters import plain_value, with_schedules
 from fadamgc.tree import StateT, map_leaves
 
 ServerT = TypeVar("ServerT", bound=tuple[Any, ...])
@@ -98,11 +99,22 @@ class Algorithm(ABC, Generic[ServerT, DownT, ClientT, LocalT, UpT]):
 
     def plain(self) -> dict[str, Any]:
         """Return the hyperparameters as plain data."""
-        return {name: getattr(self, name) for name in self.setting_names()}
+        return {name: plain_value(getattr(self, name)) for name in self.setting_names()}
 
     def replace(self, **changes: Any) -> Self:
         """Return the algorithm with other values of some hyperparameters."""
         return dataclasses.replace(self, **changes)
+
+    def at(self, t: int) -> Self:
+        """Return the algorithm of round t, from 1: with numbers in the place of schedules."""
+        try:
+            return with_schedules(self, lambda schedule: schedule.at(t))
+        except InputError as error:
+            raise InputError(f"in round {t}: {error}") from None
+
+    def for_rounds(self, rounds: int) -> Self:
+        """Return the algorithm for a run with that many rounds, on which some schedules depend."""
+        return with_schedules(self, lambda schedule: schedule.over(rounds))
 
     def for_model(self, shapes: Sequence[torch.Size]) -> Self:  # noqa: ARG002
         """Return the algorithm for a model whose parameters have these shapes; most need no shapes."""

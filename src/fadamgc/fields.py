@@ -13,6 +13,7 @@ from types import NoneType
 from typing import Any, TypeVar
 
 from fadamgc.errors import not_accepted, real
+from fadamgc.schedules import as_schedule, is_lost
 
 T = TypeVar("T")
 
@@ -97,6 +98,10 @@ def _field(
     default: object, accepts: Callable[[Any], bool], accepted: str, options: tuple[Any, ...] = ()
 ) -> Any:
     def rule(name: str, value: Any) -> Any:
+        if not options and (schedule := as_schedule(name, value)) is not None:
+            if not is_lost(schedule):
+                rule(name, schedule.at(1))
+            return schedule
         if not accepts(value):
             raise not_accepted(name, value, accepted)
         plain = isinstance(value, (int, float, str, NoneType))

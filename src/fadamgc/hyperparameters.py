@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
+
+from fadamgc.schedules import Schedule
 
 T = TypeVar("T")
 
@@ -23,11 +25,37 @@ def numbers(instance: Any) -> dict[str, float]:
     values: dict[str, float] = {}
     for field in dataclasses.fields(instance):
         value = getattr(instance, field.name)
+        if isinstance(value, Schedule):
+            continue
         if is_rule(value):
             values |= {f"{field.name}.{name}": number for name, number in numbers(value).items()}
         elif isinstance(value, (int, float)) and not isinstance(value, bool):
             values[field.name] = value
     return values
+
+
+def schedules(instance: Any) -> dict[str, Schedule]:
+    """Return all schedules among the fields of a dataclass, also of those in its fields, by name."""
+    values: dict[str, Schedule] = {}
+    for field in dataclasses.fields(instance):
+        value = getattr(instance, field.name)
+        if isinstance(value, Schedule):
+            values[field.name] = value
+        elif is_rule(value):
+            values |= {f"{field.name}.{name}": inner for name, inner in schedules(value).items()}
+    return values
+
+
+def with_schedules(instance: T, convert: Callable[[Schedule], Any]) -> T:
+    """Return the dataclass with other values in the place of its schedules, which are checked."""
+    changes: dict[str, Any] = {}
+    for field in dataclasses.fields(instance):  # type: ignore[arg-type]
+        value = getattr(instance, field.name)
+        if isinstance(value, Schedule):
+            changes[field.name] = convert(value)
+        elif is_rule(value) and (inner := with_schedules(value, convert)) is not value:
+            changes[field.name] = inner
+    return dataclasses.replace(instance, **changes) if changes else instance  # type: ignore[type-var]
 
 
 def with_values(instance: T, values: Mapping[str, Any]) -> T:
@@ -43,6 +71,11 @@ def with_values(instance: T, values: Mapping[str, Any]) -> T:
     for name, inner in nested.items():
         object.__setattr__(twin, name, with_values(getattr(twin, name), inner))
     return twin
+
+
+def plain_value(value: Any) -> Any:
+    """Return the value of a hyperparameter as plain data."""
+    return value.plain() if isinstance(value, Schedule) else value
 
 
 def is_rule(value: object) -> bool:

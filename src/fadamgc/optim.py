@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from fadamgc.algorithm import Algorithm, AnyAlgorithm, Example, example, stand_in
 from fadamgc.errors import FadamgcError, InputError, nearest
+from fadamgc.hyperparameters import schedules
 from fadamgc.pieces import Program, as_array, record
 from fadamgc.tree import from_names, leaves, map_leaves, named_leaves, names, rebuild
 
@@ -71,6 +72,12 @@ class ClientOptimizer(Optimizer):
         if not isinstance(algorithm, Algorithm):
             raise InputError(
                 f"algorithm={algorithm!r} is not an algorithm; give one such as fadamgc.FAdamGC()"
+            )
+        if named := schedules(algorithm):
+            name, schedule = next(iter(named.items()))
+            raise InputError(
+                f"algorithm has the schedule {name}={schedule}, and a ClientOptimizer knows no rounds; "
+                "give the algorithm of the first round, algorithm.at(1), and change 'lr' of its groups"
             )
         self.algorithm = algorithm
         self._gradient = gradient

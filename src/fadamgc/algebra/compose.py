@@ -18,6 +18,7 @@ from fadamgc.algebra.local import HOMES, LocalRule
 from fadamgc.algebra.server import Average, ServerRule
 from fadamgc.algorithm import Algorithm, Cohort, Empty, Flag, Steps
 from fadamgc.errors import InputError, nearest, shown
+from fadamgc.hyperparameters import plain_value
 from fadamgc.tree import map_leaves
 
 
@@ -320,7 +321,7 @@ def factor(kind: str, value: Any) -> Any:
 def rule_table(kind: str, rule: Any) -> dict[str, Any]:
     """Return a factor as a table with its name as ``rule`` and its fields."""
     name = next((name for name, cls in NAMES[kind].items() if type(rule) is cls), type(rule).__name__)
-    return {"rule": name} | {field.name: getattr(rule, field.name) for field in fields(rule)}
+    return {"rule": name} | {field.name: plain_value(getattr(rule, field.name)) for field in fields(rule)}
 
 
 def _check_parts(parts: Parts) -> None:

@@ -49,6 +49,7 @@ class Federation:
         federation.commit(after, federation.record(draw, sums, evaluation, ...))
 
     Attributes:
+        scheduled: the algorithm, whose numbers may be schedules.
         t: number of the last round that was committed.
         state: the server's state and the buffers; ``state.server`` is None as long as the run waits for the
             clients' gradients at the initial model (``begin_with``).
@@ -65,20 +66,26 @@ class Federation:
         settings: Settings,
         cost: CostModel | None = None,
     ) -> None:
-        algorithm = algorithm.for_model(functions.flat.shapes)
+        algorithm = algorithm.for_model(functions.flat.shapes).for_rounds(settings.rounds)
         if isinstance(algorithm, GroupedAlgorithm):
             algorithm = algorithm.for_groups([len(group) for group in settings.group_ids(n)])
-        self.algorithm, self.functions, self.n, self.settings = algorithm, functions, n, settings
+        self.scheduled, self.functions, self.n, self.settings = algorithm, functions, n, settings
         self.task = functions.task
         self.cost = cost or CostModel()
         self.cost.check(n)
         x0, buffers0 = functions.x0, functions.buffers0
-        self.traffic = traffic(algorithm, functions.flat.d, x0.dtype, buffers0)
         self.t = 0
+        algorithm = self.algorithm
+        self.traffic = traffic(algorithm, functions.flat.d, x0.dtype, buffers0)
         self.state = ServerState(None if algorithm.init_gradient else algorithm.init_server(x0), buffers0)
         self.weights: list[float] | None = None
         self.history: list[Record] = []
         self.setup: tuple[Work, ...] = ()
+
+    @property
+    def algorithm(self) -> AnyAlgorithm:
+        """The algorithm of the next round, with numbers in the place of schedules."""
+        return self.scheduled.at(min(self.t + 1, max(1, self.settings.rounds)))
 
     def begin_with(self, gradients: Iterable[Tensor], steps: Sequence[int]) -> None:
         """Start from every client's gradient at the initial model, for algorithms with ``init_gradient``.
@@ -125,9 +132,10 @@ class Federation:
     def open_groups(self) -> GroupRounds:
         """Return the next global round of an algorithm with groups."""
         s, t = self.settings, self.t + 1
-        assert isinstance(self.algorithm, GroupedAlgorithm)
+        algorithm = self.algorithm
+        assert isinstance(algorithm, GroupedAlgorithm)
         groups, count = s.group_ids(self.n), s.group_rounds or 1
-        return GroupRounds(self.algorithm, self.functions, groups, count, s.seed, t, self.state)
+        return GroupRounds(algorithm, self.functions, groups, count, s.seed, t, self.state)
 
     def new_sums(self) -> Sums:
         """Return empty sums for the next round."""
@@ -196,8 +204,8 @@ class Federation:
     def identity(self) -> dict[str, Any]:
         """Return the values that must be equal for one run to continue another."""
         return {
-            "algorithm": algorithm_name(self.algorithm),
-            "hyperparameters": self.algorithm.plain(),
+            "algorithm": algorithm_name(self.scheduled),
+            "hyperparameters": self.scheduled.plain(),
             "clients": self.n,
             "dtype": str(self.functions.dtype).removeprefix("torch."),
             **self.settings.to_json(),
@@ -208,7 +216,7 @@ class Federation:
         s = self.settings
         described = {"rounds": s.rounds, "target": s.target, "task": self.task.name}
         return Run(
-            algorithm=self.algorithm,
+            algorithm=self.scheduled,
             server=self.state.server,
             clients=clients,
             buffers=self.state.buffers,

@@ -130,7 +130,7 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
             raise InputError(
                 f"config {first}={shown(tables[first])} and {key}={shown(value)}: give one of them"
             )
-    return tables
+    return {key: nested(value) if isinstance(value, dict) else value for key, value in tables.items()}
 
 
 def _converted(name: str, value: Any) -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fadamgc.algorithm import example
+from fadamgc.algorithm import AnyAlgorithm, example
 from fadamgc.errors import InputError, whole
 from fadamgc.escape import printable
 from fadamgc.federation.client_states import ClientStates
@@ -67,10 +67,9 @@ class Coordinator:
                 f"{type(algorithm).__name__} needs clients in groups, and a Flower federation has one level: "
                 "a server and its nodes; use fadamgc.simulate, or another algorithm"
             )
-        settings.check(self.n, [1] * self.n, algorithm)
+        settings.check(self.n, [1] * self.n, algorithm.at(1))
         self.functions, self.task, self.settings = TaskFunctions(task, settings.dtype), task, settings
         self.federation = Federation(algorithm, self.functions, self.n, settings)
-        self.algorithm = self.federation.algorithm
         max_samples = whole("max_samples", options.max_samples, 0) or math.inf
         max_size_ratio = options.max_size_ratio or math.inf
         self.members = Members(self.n, settings, max_samples, max_size_ratio)
@@ -129,6 +128,11 @@ class Coordinator:
     def needs_all(self) -> bool:
         """Whether there can be no round before all clients have connected."""
         return self.needs_setup or (self.settings.weights == "size" and len(self.members.samples) < self.n)
+
+    @property
+    def algorithm(self) -> AnyAlgorithm:
+        """The algorithm of the next round."""
+        return self.federation.algorithm
 
     @property
     def needed(self) -> int:

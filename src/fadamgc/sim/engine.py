@@ -104,8 +104,7 @@ class Engine:
             )
         self.federation = Federation(algorithm, functions, len(self.data), settings, options.cost)
         self.federation.weights = settings.weight_of(self.data.size)
-        self.algorithm = self.federation.algorithm
-        self.workload = Workload.of(functions, self.data, self.algorithm, settings)
+        self.workload = Workload.of(functions, self.data, self.federation.scheduled, settings)
         self._in_memory = options.states == "memory" or (options.states == "auto" and self._fits_memory())
         self.checkpoint = None if options.checkpoint is None else Checkpoint(Path(options.checkpoint))
         self._saved_round = -1
@@ -201,6 +200,11 @@ class Engine:
         """Number of the last round that is done."""
         return self.federation.t
 
+    @property
+    def algorithm(self) -> AnyAlgorithm:
+        """The algorithm of the next round."""
+        return self.federation.algorithm
+
     def over(self) -> bool:
         """Whether the last round or the target has been reached."""
         return self.federation.over()
@@ -223,11 +227,11 @@ class Engine:
             rounds = dict.fromkeys(draw.sampled, self.federation.open())
         else:
             rounds = self._group_rounds.open()
-        tracked = set(draw.tracked)
+        tracked, coin = set(draw.tracked), self.algorithm.coin
         jobs = []
         for i in draw.sampled:
             data = self.data[i]
-            batches = s.batches(rounds[i].t, i, data.size, self.algorithm.coin)
+            batches = s.batches(rounds[i].t, i, data.size, coin)
             jobs.append(Job(rounds[i], i, data, partial(self._state_of, i), i in tracked, batches))
         return jobs
 

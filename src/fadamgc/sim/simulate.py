@@ -153,7 +153,7 @@ def start(
         raise InputError(f"task={type(task).__name__} is not a task; give a fadamgc.Task")
     if settings.target is not None and task.test is None:
         raise InputError(f"target={shown(settings.target)} without test data; give the task a test set")
-    settings.check(task.n, [len(x) for x, _ in task.pairs], algorithm)
+    settings.check(task.n, [len(x) for x, _ in task.pairs], algorithm.at(1))
     return Engine(algorithm, task, settings, options, resources)
 
 

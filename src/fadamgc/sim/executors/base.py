@@ -10,6 +10,7 @@ from fadamgc.federation.client_data import ClientTable
 from fadamgc.federation.functions import TaskFunctions
 from fadamgc.federation.jobs import Job, Result
 from fadamgc.federation.settings import Settings
+from fadamgc.hyperparameters import schedules
 
 
 class Workload(NamedTuple):
@@ -24,19 +25,22 @@ class Workload(NamedTuple):
     batch: int  # samples in the largest batch
     ragged: bool  # whether some batch is smaller
     whole: bool  # whether a batch is a client's whole data
+    varying: tuple[str, ...] = ()  # names of the algorithm's numbers that follow a schedule
 
     @classmethod
     def of(
-        cls, functions: TaskFunctions, clients: ClientTable, algorithm: AnyAlgorithm, s: Settings
+        cls, functions: TaskFunctions, clients: ClientTable, scheduled: AnyAlgorithm, s: Settings
     ) -> Workload:
         """Return the workload of a run with these settings."""
+        algorithm = scheduled.at(1)
         largest = int(clients.size.max())
         batch, whole = min(s.batch_size or largest, largest), s.batch_size is None
         partial_epochs = s.local_epochs is not None and not whole and bool((clients.size % batch).any())
         ragged = partial_epochs or bool((clients.size < batch).any())
         sampled = len(s.who(1, len(clients)).sampled) if s.rounds else 1
         steps = s.steps(largest, coin=algorithm.coin)
-        return cls(functions, clients, algorithm, s.rounds, sampled, steps, batch, ragged, whole)
+        varying = tuple(schedules(scheduled))
+        return cls(functions, clients, algorithm, s.rounds, sampled, steps, batch, ragged, whole, varying)
 
 
 class Executor(Protocol):

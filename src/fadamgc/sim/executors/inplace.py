@@ -17,29 +17,35 @@ from torch import Tensor
 from fadamgc.algorithm import AnyAlgorithm
 from fadamgc.hyperparameters import numbers, with_values
 from fadamgc.sim.executors.machine_code import NativeCode, compiled
-from fadamgc.sim.executors.trace import flat_function, liftable, pointwise, record
+from fadamgc.sim.executors.trace import flat_function, pointwise, record
 from fadamgc.tree import leaves, rebuild, skeleton
 
 PIECE = 1 << 15  # numbers of a vector that pass the rules of a step at once, so that they stay in the cache
 WIDE_PIECE = 1 << 17  # that pass the rules of a round, which are few: threads wait for Python at every piece
 
 
-class Rules:
-    """The rules of an algorithm for one client, working in place; shared by all threads.
+class Code:
+    """How the rules of one kind of algorithm run; shared by all its algorithms and by all threads.
 
-    With ``compile``, a step becomes machine code if possible.
+    With ``compile``, a step becomes machine code if possible, in which the lifted numbers are inputs.
     """
 
-    def __init__(self, algorithm: AnyAlgorithm, compile: bool) -> None:
-        self.algorithm, self.compile = algorithm, compile
-        self.names = liftable(algorithm) if compile else ()
-        values = numbers(algorithm)
-        self.hyper = [torch.tensor(float(values[name]), dtype=torch.float64) for name in self.names]
+    def __init__(self, lifted_names: Sequence[str] = (), compile: bool = False) -> None:
+        self.names, self.compile = lifted_names if compile else (), compile
         self.failed = False  # whether the compilation of a step has failed
+        self.step: NativeCode | None = None  # compiled
+        self.in_pieces: dict[Any, bool] = {}  # which of the rules are run piece by piece
+        self.lock = threading.Lock()
+
+
+class Rules:
+    """The rules of an algorithm for one client, working in place; shared by all threads."""
+
+    def __init__(self, algorithm: AnyAlgorithm, code: Code) -> None:
+        self.algorithm, self.code = algorithm, code
+        values = numbers(algorithm) if code.names else {}
+        self.hyper = [torch.tensor(float(values[name]), dtype=torch.float64) for name in code.names]
         self._step: Callable[..., Any] | None = None  # in place, on flat arguments
-        self._code: NativeCode | None = None  # the same step, compiled
-        self._in_pieces: dict[Any, bool] = {}  # which of the rules are run piece by piece
-        self._lock = threading.Lock()
 
     def begin(self, down: Any, client: Any, g_x: Tensor | None, x: Tensor, workspace: Workspace) -> Any:
         """Return the local state before step 1, in memory that nothing else uses until ``finish``."""
@@ -48,18 +54,18 @@ class Rules:
     def step(self, down: Any, client: Any, x: Tensor, local: Any, g: Tensor) -> None:
         """Change ``x`` and ``local`` by one step with gradient ``g``."""
         arguments = (self.hyper, down, client, x, local, g)
-        with self._lock:
+        with self.code.lock:
             if self._step is None:
                 self._make_step(arguments)
         assert self._step is not None
         tensors = leaves(arguments)
-        if not self._in_pieces["step"]:
-            (self._code or self._step)(*tensors)
-        elif self._code is None:
+        if not self.code.in_pieces["step"]:
+            (self.code.step or self._step)(*tensors)
+        elif self.code.step is None:
             for first in range(0, len(x), PIECE):
                 self._step(*_piece(tensors, x, first, PIECE))
         else:
-            self._run_code(self._code, tensors, x, local)
+            self._run_code(self.code.step, tensors, x, local)
 
     def _run_code(self, code: NativeCode, tensors: list[Tensor], x: Tensor, local: Any) -> None:
         """Run the compiled step over all whole pieces, then over the rest in a padded copy."""
@@ -104,13 +110,13 @@ class Rules:
         ``new_vector(x, dtype=...)`` provides the memory of a long vector.
         """
         tensors, like = leaves(arguments), skeleton(arguments)
-        with self._lock:
-            if kind not in self._in_pieces:
+        with self.code.lock:
+            if kind not in self.code.in_pieces:
                 few = _piece(tensors, x, 0, 8)
                 in_pieces = len(x) > WIDE_PIECE and pointwise(record(flat_function(rule, arguments), few))
-                self._in_pieces[kind] = in_pieces
+                self.code.in_pieces[kind] = in_pieces
         shared_at = {t.data_ptr(): t for t in shared if t.shape == x.shape}
-        if not self._in_pieces[kind]:
+        if not self.code.in_pieces[kind]:
             memory = {t.untyped_storage().data_ptr() for t in tensors}
             result = rule(*arguments)
 
@@ -138,8 +144,8 @@ class Rules:
 
         def step(hyper: list[Tensor], down: Any, client: Any, x: Tensor, local: Any, g: Tensor) -> Any:
             algo = self.algorithm
-            if self.names:
-                algo = with_values(algo, dict(zip(self.names, hyper, strict=True)))
+            if self.code.names:
+                algo = with_values(algo, dict(zip(self.code.names, hyper, strict=True)))
             return algo.step(down, client, local, x, g)
 
         pure = flat_function(step, arguments)
@@ -150,13 +156,16 @@ class Rules:
                 old.copy_(new)
             return []
 
+        self._step = in_place
+        if "step" in self.code.in_pieces:  # known from another algorithm of this kind
+            return
         # A number in the local state would be changed by every piece.
         only_vectors = all(t.shape == x.shape for t in leaves(local))
         pointwise_step = only_vectors and pointwise(record(pure, _piece(tensors, x, 0, 8)))
-        self._in_pieces["step"] = len(x) > PIECE and pointwise_step
-        if self.compile:
+        self.code.in_pieces["step"] = len(x) > PIECE and pointwise_step
+        if self.code.compile:
             order = list(range(len(tensors)))
-            if self._in_pieces["step"]:  # vectors come last, as in ``_run_code``
+            if self.code.in_pieces["step"]:  # vectors come last, as in ``_run_code``
                 order.sort(key=lambda i: tensors[i].shape == x.shape)
                 tensors = [tensors[i] for i in order]
                 tensors = [t[:PIECE].view(1, PIECE) if t.shape == x.shape else t for t in tensors]
@@ -164,9 +173,8 @@ class Rules:
             def in_order(*tensors: Tensor) -> list[Tensor]:
                 return in_place(*(tensors[order.index(i)] for i in range(len(tensors))))
 
-            self._code = compiled(record(in_order, tensors), tensors)
-            self.failed = self._code is None
-        self._step = in_place
+            self.code.step = compiled(record(in_order, tensors), tensors)
+            self.code.failed = self.code.step is None
 
 
 def _piece(tensors: Sequence[Tensor], x: Tensor, first: int, size: int) -> list[Tensor]:

@@ -19,8 +19,9 @@ from fadamgc.errors import InputError, whole
 from fadamgc.federation.jobs import Job, Result
 from fadamgc.runtime import single_threads
 from fadamgc.sim.executors.base import Workload
-from fadamgc.sim.executors.inplace import Rules
+from fadamgc.sim.executors.inplace import Code, Rules
 from fadamgc.sim.executors.machine_code import compiler
+from fadamgc.sim.executors.trace import Kinds
 from fadamgc.sim.executors.trainer import Trainer
 
 LARGE_MODEL = 100_000  # parameters from which compiled rules may pay,
@@ -49,8 +50,10 @@ class ThreadsExecutor:
         if compile is None:
             client_steps = workload.rounds * workload.sampled * workload.steps
             compile = functions.flat.d >= LARGE_MODEL and client_steps >= LONG_RUN
+        self._kinds, self._codes = Kinds(), dict[str, Code]()
+        compile = compile and not self._kinds.changes(workload.algorithm, workload.varying)
         self._compile = compile and compiler() is not None
-        self._rules: dict[AnyAlgorithm, Rules] = {}
+        self._rules: dict[AnyAlgorithm, Rules] = {}  # of the algorithms of this round
         self._lock = threading.Lock()
         self._trainers: SimpleQueue[Trainer] = SimpleQueue()
         for _ in range(self.workers):
@@ -60,14 +63,12 @@ class ThreadsExecutor:
     @property
     def compiled(self) -> bool:
         """Whether rules are machine code."""
-        return self._compile and not any(rules.failed for rules in self._rules.values())
+        return self._compile and not any(code.failed for code in self._codes.values())
 
     def run(self, jobs: Sequence[Job]) -> Iterator[Result]:
         """Run the jobs; yield results as they are ready."""
+        self._rules = {algo: self._rules.get(algo) or self._new(algo) for algo in map(_algorithm, jobs)}
         for job in jobs:
-            algorithm = job.round.algorithm
-            if algorithm not in self._rules:
-                self._rules[algorithm] = Rules(algorithm, self._compile)
             _ = job.round.functions.random  # computed with the shared module, so not in a thread
         done: SimpleQueue[Any] = SimpleQueue()
         stop = threading.Event()
@@ -84,6 +85,11 @@ class ThreadsExecutor:
                 future.cancel()
             wait(futures)
 
+    def _new(self, algorithm: AnyAlgorithm) -> Rules:
+        kind = self._kinds.of(algorithm)
+        code = self._codes.setdefault(kind.description, Code(kind.lifted_names, self._compile))
+        return Rules(algorithm, code)
+
     def _train(self, job: Job, done: SimpleQueue[Any], stop: threading.Event) -> None:
         """Train one client; put the result or the error into ``done``."""
         trainer = self._trainers.get()
@@ -93,6 +99,10 @@ class ThreadsExecutor:
             done.put(error)
         finally:
             self._trainers.put(trainer)
+
+
+def _algorithm(job: Job) -> AnyAlgorithm:
+    return job.round.algorithm
 
 
 def largest_first(jobs: Sequence[Job]) -> list[Job]:

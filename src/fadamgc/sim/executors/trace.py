@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ from fadamgc.hyperparameters import numbers, with_values
 from fadamgc.tree import leaves, rebuild, skeleton
 
 log = logging.getLogger("fadamgc")
+
+REMEMBERED = 1000  # algorithms whose kind is remembered
 
 Function = Callable[..., Any]
 _one_at_a_time = threading.Lock()  # torch.fx replaces methods of nn.Module for all threads while it records
@@ -52,6 +54,52 @@ def liftable(algorithm: AnyAlgorithm) -> tuple[str, ...]:
         else:
             names.append(name)
     return tuple(names)
+
+
+class Kind(NamedTuple):
+    """The part of an algorithm that equal graphs have in common: everything except lifted numbers."""
+
+    lifted_names: tuple[str, ...]
+    description: str
+
+
+class Kinds:
+    """Finds the kinds of algorithms, and remembers them: step sizes of a grid or a schedule are one kind."""
+
+    def __init__(self) -> None:
+        self._of: dict[AnyAlgorithm, Kind] = {}
+        self._alike: dict[str, set[Kind]] = {}  # kinds that differ in numbers only
+
+    def of(self, algorithm: AnyAlgorithm) -> Kind:
+        """Return the kind of an algorithm."""
+        if algorithm not in self._of:
+            if len(self._of) >= REMEMBERED:
+                self._of.clear()
+            self._of[algorithm] = self._find(algorithm)
+        return self._of[algorithm]
+
+    def changes(self, algorithm: AnyAlgorithm, varying: Sequence[str]) -> bool:
+        """Whether another value of the varying numbers is another kind, so that compiling cannot pay."""
+        constants = set(varying).difference(self.of(algorithm).lifted_names)
+        if constants:
+            names = ", ".join(sorted(constants))
+            log.info("not compiled: the rules of %s inspect %s, which follows a schedule", algorithm, names)
+        return bool(constants)
+
+    def _find(self, algorithm: AnyAlgorithm) -> Kind:
+        alike = self._alike.setdefault(_without(algorithm, tuple(numbers(algorithm))), set())
+        for kind in alike:
+            if _without(algorithm, kind.lifted_names) == kind.description:
+                return kind
+        names = liftable(algorithm)
+        kind = Kind(names, _without(algorithm, names))
+        alike.add(kind)
+        return kind
+
+
+def _without(algorithm: AnyAlgorithm, names: Sequence[str]) -> str:
+    """Return the description of an algorithm without some of its numbers."""
+    return repr(with_values(algorithm, dict.fromkeys(names)))
 
 
 def flat_function(function: Function, arguments: tuple[Any, ...]) -> Callable[..., list[Tensor]]:

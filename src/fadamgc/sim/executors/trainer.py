@@ -19,7 +19,7 @@ from fadamgc.federation.functions import TaskFunctions
 from fadamgc.federation.jobs import Job, Result
 from fadamgc.federation.sampling import FORWARD, torch_seed
 from fadamgc.federation.traits import fits_channels_last
-from fadamgc.sim.executors.inplace import Rules, Workspace
+from fadamgc.sim.executors.inplace import Code, Rules, Workspace
 from fadamgc.sim.executors.loop import failure, run_job
 
 
@@ -32,7 +32,7 @@ def train(job: Job) -> Result:
     functions = job.round.functions
     if functions.device.type != "cpu" or functions.random:
         return run_job(job)
-    rules = Rules(job.round.algorithm, compile=False)
+    rules = Rules(job.round.algorithm, Code())
     result = Trainer(functions).train(job, rules, threading.Lock(), threading.Event())
     assert result is not None
     return result

@@ -14,22 +14,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fadamgc.algorithm import AnyAlgorithm
 from fadamgc.errors import FadamgcError, whole
 from fadamgc.federation.jobs import Job, Result
 from fadamgc.federation.traits import check_batchable, is_samplewise
-from fadamgc.hyperparameters import with_values
 from fadamgc.runtime import one_thread
 from fadamgc.sim.executors.base import Workload
 from fadamgc.sim.executors.block import Batch, BlockMath, End, Inputs, Progress, block_batches, padded_width
 from fadamgc.sim.executors.loop import run_job
 from fadamgc.sim.executors.machine_code import NativeCode, compiled, compiler
-from fadamgc.sim.executors.trace import flat_function, liftable, record
+from fadamgc.sim.executors.trace import Kind, Kinds, flat_function, record
 from fadamgc.tree import leaves, map_leaves, rebuild, skeleton
 
 log = logging.getLogger("fadamgc")
@@ -38,13 +36,6 @@ VECTOR_BYTES = 1 << 20  # of one vector over a whole block: then the vectors of 
 SMALLEST_BLOCK = 8  # clients, even if their vectors are longer than that
 CACHED_GRAPHS = 24  # recorded graphs that are kept
 LONG_RUN = 1000  # local steps that a run must plan for a compilation to pay
-
-
-class _Kind(NamedTuple):
-    """The part of an algorithm that must be equal in a block: everything except lifted numbers."""
-
-    lifted_names: tuple[str, ...]
-    description: str
 
 
 class VectorizedExecutor:
@@ -72,9 +63,10 @@ class VectorizedExecutor:
             many_shapes = not self.samplewise or (workload.whole and workload.ragged)
             long = workload.rounds * workload.steps >= LONG_RUN
             compile = long and not many_shapes and functions.device.type == "cpu"
+        self._kinds = Kinds()
+        compile = compile and not self._kinds.changes(workload.algorithm, workload.varying)
         self.compiled = compile and compiler() is not None  # whether steps are machine code
         self.threads = torch.get_num_threads() if self.compiled else 1
-        self._kinds: dict[AnyAlgorithm, _Kind] = {}
         self._graphs: dict[Any, Any] = {}
         self._part_sizes: set[int] = set()  # for which there is compiled code
 
@@ -102,16 +94,9 @@ class VectorizedExecutor:
         groups: dict[Any, list[Job]] = {}
         for job in jobs:
             shape = padded_width(job, self.workload) if self.samplewise else job.batches.sizes
-            kind = self._kind(job.round.algorithm)
+            kind = self._kinds.of(job.round.algorithm)
             groups.setdefault((kind.description, shape), []).append(job)
         yield from groups.values()
-
-    def _kind(self, algorithm: AnyAlgorithm) -> _Kind:
-        if algorithm not in self._kinds:
-            names = liftable(algorithm)
-            without_numbers = with_values(algorithm, dict.fromkeys(names, torch.empty(0)))
-            self._kinds[algorithm] = _Kind(names, repr(without_numbers))
-        return self._kinds[algorithm]
 
     def _part_size(self, clients: int) -> int:
         """Return the number of clients in a part, such that a group needs few blocks of equal parts.
@@ -131,7 +116,7 @@ class VectorizedExecutor:
     def _run_block(self, jobs: list[Job], part: int) -> list[Result]:
         functions, algo = self.functions, jobs[0].round.algorithm
         C, device = len(jobs), functions.device
-        kind = self._kind(algo)
+        kind = self._kinds.of(algo)
         math = BlockMath(functions, algo, kind.lifted_names)
         inputs = Inputs.of(jobs, functions, kind.lifted_names)
         local = self._once(math.begin, kind, inputs)
@@ -157,7 +142,7 @@ class VectorizedExecutor:
         return [Result(*row) for row in zip(*columns, strict=True)]
 
     def _steps(
-        self, math: BlockMath, kind: _Kind, inputs: Inputs, progress: Progress, batches: Batch, part: int
+        self, math: BlockMath, kind: Kind, inputs: Inputs, progress: Progress, batches: Batch, part: int
     ) -> Progress:
         """Take a step for each batch. Compiled steps write into ``progress``; others return a new one."""
         series = leaves(batches)
@@ -199,7 +184,7 @@ class VectorizedExecutor:
         self.compiled = code is not None
         return code
 
-    def _once(self, stage: Callable[..., Any], kind: _Kind, *arguments: Any) -> Any:
+    def _once(self, stage: Callable[..., Any], kind: Kind, *arguments: Any) -> Any:
         """Run a stage that happens once per round; it becomes a graph in long runs only."""
         if not self.compiled:
             return stage(*arguments)
