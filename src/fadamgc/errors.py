@@ -188,6 +188,12 @@ def reason(error: Exception) -> str:
     return message
 
 
+def full_name(function: Any) -> str:
+    """Return the module and the name of a function, as ``loading.load_object`` reads them."""
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    return f"{getattr(function, '__module__', '?')}:{name}"
+
+
 def first_line(error: Exception) -> str:
     """Return the first line of an error's message, or the error's type if it has no message."""
     return next((line for line in str(error).strip().splitlines() if line.strip()), type(error).__name__)

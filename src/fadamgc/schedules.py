@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-from fadamgc.errors import InputError, nearest, not_accepted, real, reason, shown, whole
+from fadamgc.errors import InputError, full_name, nearest, not_accepted, real, reason, shown, whole
 from fadamgc.loading import load_object
 
 
@@ -238,8 +238,7 @@ class Function(Schedule):
     def plain(self) -> dict[str, Any]:
         if isinstance(self.function, str):
             return {self.name: self.function}
-        module, name = self.function.__module__, getattr(self.function, "__qualname__", repr(self.function))
-        return {self.name: f"{module}:{name}"}
+        return {self.name: full_name(self.function)}
 
 
 KINDS = {kind.name: kind for kind in (Constant, Step, Exponential, Linear, Cosine, WarmUp, Function)}

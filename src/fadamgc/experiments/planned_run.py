@@ -80,7 +80,7 @@ class PlannedRun:
         return ", ".join(filter(None, (self.method.label, self.detail, f"seed {self.seed}")))
 
     def identity(self) -> dict[str, Any]:
-        """Everything that determines the run, as plain data; the cost model only prices it."""
+        """Everything that determines the run, as plain data; without a deadline, the cost only prices it."""
         return {
             "task": as_json(self.task.model_dump()),
             "run": as_json(self.run.model_dump(exclude={"seeds", "target"}))
@@ -88,7 +88,7 @@ class PlannedRun:
             "method": as_json(self.method.model_dump(include={"algorithm", "hyperparameters"})),
             "seed": self.seed,
             "validation": self.validation,
-        }
+        } | ({} if self.run.deadline is None else {"cost": as_json(self.cost.model_dump())})
 
     def save(self, run: Run) -> None:
         """Write the record of the finished run, with its identity."""

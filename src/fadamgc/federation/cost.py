@@ -38,6 +38,7 @@ class Work(NamedTuple):
     down: tuple[int, ...]  # bytes received
     up: tuple[int, ...]  # bytes sent
     link: str = "client"  # or "group": groups, not clients, receive from the server and send to it
+    deadline: float | None = None  # seconds that the server waits for a client
 
     def columns(self) -> dict[str, tuple[int, ...]]:
         """Return the fields with one entry per client."""
@@ -51,11 +52,13 @@ class Traffic(NamedTuple):
     up: int  # sent by every sampled client
     up_tracked: int  # sent in addition by a tracked client
 
-    def work(self, draw: Draw, steps: Sequence[int], silent: Collection[int] = ()) -> Work:
+    def work(
+        self, draw: Draw, steps: Sequence[int], silent: Collection[int] = (), deadline: float | None = None
+    ) -> Work:
         """Return the work of a round of the drawn clients; ``silent`` clients have sent nothing."""
         sent = dict.fromkeys(draw.sampled, self.up) | dict.fromkeys(draw.tracked, self.up + self.up_tracked)
         up = tuple(0 if i in silent else sent[i] for i in draw.sampled)
-        return Work(draw.sampled, tuple(steps), (self.down,) * len(up), up)
+        return Work(draw.sampled, tuple(steps), (self.down,) * len(up), up, deadline=deadline)
 
 
 def traffic(
@@ -144,17 +147,22 @@ class CostModel:
         """Return the seconds of one round, or of the exchange before the first round."""
         if not work.clients:
             return 0.0
-        if work.link == "group":
-            group_down, group_up = np.asarray(work.down, dtype=float), np.asarray(work.up, dtype=float)
-            seconds = 8e-6 * (group_down / self.group_down_mbps + group_up / self.group_up_mbps)
-            return float(seconds.mean() if self.per_round == "mean" else seconds.max())
-        each = (
-            self._of("latency", work.clients)
-            + 8e-6 * np.asarray(work.down, dtype=float) / self._of("down_mbps", work.clients)
-            + 8e-6 * np.asarray(work.up, dtype=float) / self._of("up_mbps", work.clients)
-            + np.asarray(work.steps, dtype=float) * self._of("seconds_per_step", work.clients)
-        )
+        each = self.seconds_of_each(work)
+        if work.deadline is not None:
+            each = np.minimum(each, work.deadline)
         return float(each.mean() if self.per_round == "mean" else each.max())
+
+    def seconds_of_each(self, work: Work) -> NDArray[np.float64]:
+        """Return the seconds of each client, or of each group, without a deadline."""
+        down, up, steps = (np.asarray(column, dtype=float) for column in (work.down, work.up, work.steps))
+        if work.link == "group":
+            return 8e-6 * (down / self.group_down_mbps + up / self.group_up_mbps)
+        return (
+            self._of("latency", work.clients)
+            + 8e-6 * down / self._of("down_mbps", work.clients)
+            + 8e-6 * up / self._of("up_mbps", work.clients)
+            + steps * self._of("seconds_per_step", work.clients)
+        )
 
     def _of(self, name: str, clients: tuple[int, ...]) -> NDArray[np.float64] | float:
         value: Any = getattr(self, name)

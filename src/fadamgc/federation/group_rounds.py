@@ -11,6 +11,7 @@ from fadamgc.algorithm import Cohort
 from fadamgc.federation.cost import Work, state_bytes
 from fadamgc.federation.functions import TaskFunctions
 from fadamgc.federation.jobs import Round
+from fadamgc.federation.settings import Settings
 from fadamgc.federation.sums import Sums
 from fadamgc.grouped import GroupedAlgorithm
 
@@ -33,12 +34,12 @@ class GroupRounds:
         functions: TaskFunctions,
         groups: Sequence[Sequence[int]],
         count: int,
-        seed: int,
+        settings: Settings,
         t: int,
         state: tuple[Any, Mapping[str, Tensor]],
     ) -> None:
         self.algorithm, self.functions, self.groups = algorithm, functions, groups
-        self.count, self.seed, self.t = count, seed, t
+        self.count, self.settings, self.t = count, settings, t
         server, self._buffers_before = state
         self.server = algorithm.start_round(server)
         self.buffers = [dict(self._buffers_before) for _ in groups]
@@ -54,9 +55,12 @@ class GroupRounds:
         Group rounds are numbered through all global rounds, so that each has its own mini-batches.
         """
         number = (self.t - 1) * self.count + self.done + 1
-        algo = self.algorithm
+        common, gradients = (
+            (self.functions, self.algorithm, self.settings.seed, number),
+            self.settings.gradients,
+        )
         self.rounds = [
-            Round(self.functions, algo, self.seed, number, algo.broadcast_to(self.server, j), buffers)
+            Round(*common, self.algorithm.broadcast_to(self.server, j), buffers, gradients)
             for j, buffers in enumerate(self.buffers)
         ]
         return {i: self.rounds[j] for j, group in enumerate(self.groups) for i in group}

@@ -10,6 +10,7 @@ from torch import Tensor
 from fadamgc.algorithm import AnyAlgorithm
 from fadamgc.federation.client_data import ClientData
 from fadamgc.federation.functions import Buffers, TaskFunctions
+from fadamgc.federation.gradients import GradientOptions
 from fadamgc.federation.sampling import Batches
 
 
@@ -22,6 +23,7 @@ class Round(NamedTuple):
     t: int  # number of the round, from 1
     down: Any  # the server's message
     buffers: Buffers
+    gradients: GradientOptions
 
 
 class Job(NamedTuple):
@@ -44,7 +46,8 @@ class Job(NamedTuple):
         r = self.round
         if not r.algorithm.round_gradient:
             return None
-        return r.functions.whole_gradient(r.down.x, r.buffers, self.client, self.data, r.seed, r.t)
+        g = r.functions.whole_gradient(r.down.x, r.buffers, self.client, self.data, r.seed, r.t)
+        return r.gradients.adjust(r.down.x, g)
 
 
 class Result(NamedTuple):

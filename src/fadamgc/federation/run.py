@@ -53,6 +53,7 @@ class Record:
     sampled: tuple[int, ...] = ()
     tracked: tuple[int, ...] = ()
     dropped: tuple[int, ...] = ()  # sampled, but their update was not finite
+    absent: tuple[int, ...] = ()  # sampled, but they did not answer, or not in time
     work: tuple[Work, ...] = field(default=(), repr=False)
 
     def priced(self, cost: CostModel) -> Record:
@@ -65,6 +66,7 @@ class Record:
         plain["work"] = [
             {key: _shorten(column) for key, column in w.columns().items()}
             | ({} if w.link == "client" else {"link": w.link})
+            | ({} if w.deadline is None else {"deadline": w.deadline})
             for w in self.work
         ]
         return plain
@@ -73,8 +75,8 @@ class Record:
     def from_json(cls, plain: Mapping[str, Any]) -> Record:
         """Return the record of plain data; the inverse of ``to_json``."""
         values = dict(plain)
-        for name in ("sampled", "tracked", "dropped"):
-            values[name] = _numbers(values[name])
+        for name in ("sampled", "tracked", "dropped", "absent"):
+            values[name] = _numbers(values.get(name, ()) if name == "absent" else values[name])
         values["work"] = tuple(map(_work, values["work"]))
         for name in ("round", "bytes_down", "bytes_up"):
             whole(name, values[name], 0)
@@ -91,7 +93,8 @@ def _work(plain: Mapping[str, Any]) -> Work:
     link = plain.get("link", "client")
     if link not in ("client", "group"):
         raise ValueError(f"link {shown(link)}")
-    return Work(**columns, link=link)
+    deadline = plain.get("deadline")
+    return Work(**columns, link=link, deadline=None if deadline is None else float(deadline))
 
 
 def _numbers(values: Any) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ nothing depends on the order of execution, on the number of workers, or on wheth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from typing import NamedTuple
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 # One number for each kind of draw, so that no two kinds share a stream.
-COHORT, BATCHES, FORWARD, GRADIENT, EVALUATION, COIN = range(6)
+COHORT, BATCHES, FORWARD, GRADIENT, EVALUATION, COIN, DROPOUT, STRAGGLER = range(8)
 
 
 def generator(seed: int, stream: int, *address: int) -> np.random.Generator:
@@ -61,6 +61,25 @@ def draw_steps(seed: int, t: int, coin: float) -> int:
     1
     """
     return int(generator(seed, COIN, t).geometric(coin))
+
+
+def draw_silent(seed: int, t: int, clients: Sequence[int], probability: float) -> tuple[int, ...]:
+    """Draw who of the sampled clients does not answer in round t.
+
+    >>> draw_silent(seed=0, t=1, clients=(0, 1, 2), probability=0.0)
+    ()
+    """
+    return tuple(i for i in clients if generator(seed, DROPOUT, t, i).random() < probability)
+
+
+def draw_part(seed: int, t: int, client: int, K: int, probability: float) -> int:
+    """Draw the steps of a client that with some probability does only a part of its K steps in round t.
+
+    >>> draw_part(seed=0, t=1, client=0, K=10, probability=0.0)
+    10
+    """
+    random = generator(seed, STRAGGLER, t, client)
+    return int(random.integers(1, K)) if random.random() < probability and K > 1 else K
 
 
 POSITIONS, SMALL = 1 << 20, 1 << 12  # samples whose positions are made at once: at most, and at least

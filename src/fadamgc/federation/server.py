@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from fadamgc.federation.run import Record, Run, environment
 from fadamgc.federation.sampling import Draw, draw
 from fadamgc.federation.settings import Settings
 from fadamgc.federation.sums import Sums, all_finite
+from fadamgc.files import as_json
 from fadamgc.grouped import GroupedAlgorithm
 from fadamgc.methods import algorithm_name
 from fadamgc.tree import named_leaves
@@ -125,9 +127,9 @@ class Federation:
 
     def open(self) -> Round:
         """Return the next round as its clients see it."""
-        algo, (server, buffers) = self.algorithm, self.state
+        algo, (server, buffers), s = self.algorithm, self.state, self.settings
         down = algo.broadcast(server)
-        return Round(self.functions, algo, self.settings.seed, self.t + 1, down, buffers)
+        return Round(self.functions, algo, s.seed, self.t + 1, down, buffers, s.gradients)
 
     def open_groups(self) -> GroupRounds:
         """Return the next global round of an algorithm with groups."""
@@ -135,7 +137,7 @@ class Federation:
         algorithm = self.algorithm
         assert isinstance(algorithm, GroupedAlgorithm)
         groups, count = s.group_ids(self.n), s.group_rounds or 1
-        return GroupRounds(algorithm, self.functions, groups, count, s.seed, t, self.state)
+        return GroupRounds(algorithm, self.functions, groups, count, s, t, self.state)
 
     def new_sums(self) -> Sums:
         """Return empty sums for the next round."""
@@ -169,16 +171,19 @@ class Federation:
         seconds: float,
         dropped: Collection[int] = (),
         silent: Collection[int] = (),
+        absent: Collection[int] = (),
         work: Sequence[Work] | None = None,
     ) -> Record:
         """Return the record of the next round, with its cost.
 
         ``steps`` has the work of each sampled client, and ``seconds`` is how long the round took here.
-        ``dropped`` are the clients whose updates were not added; the bytes of ``silent`` ones do not count.
+        ``dropped`` are the clients whose updates were not finite, and ``absent`` those that did not answer
+        in time; the bytes of ``silent`` ones do not count.
         ``work`` is the work of a round that had several exchanges, instead of ``steps``.
         """
         t = self.t + 1
-        now = (self.traffic.work(draw, steps, silent),) if work is None else tuple(work)
+        deadline = self.settings.deadline
+        now = (self.traffic.work(draw, steps, silent, deadline),) if work is None else tuple(work)
         work = (*self.setup, *now) if t == 1 else now
         return Record(
             round=t,
@@ -193,6 +198,7 @@ class Federation:
             sampled=draw.sampled,
             tracked=draw.tracked,
             dropped=tuple(dropped),
+            absent=tuple(absent),
             work=work,
         )
 
@@ -201,9 +207,17 @@ class Federation:
         self.state, self.t = state, record.round
         self.history.append(record)
 
+    def late(self, draw: Draw, steps: Sequence[int]) -> tuple[int, ...]:
+        """Return who of the drawn clients would answer after the deadline."""
+        if self.settings.deadline is None:
+            return ()
+        seconds = self.cost.seconds_of_each(self.traffic.work(draw, steps))
+        return tuple(i for i, s in zip(draw.sampled, seconds, strict=True) if s > self.settings.deadline)
+
     def identity(self) -> dict[str, Any]:
         """Return the values that must be equal for one run to continue another."""
-        return {
+        priced = {} if self.settings.deadline is None else {"cost": as_json(asdict(self.cost))}
+        return priced | {
             "algorithm": algorithm_name(self.scheduled),
             "hyperparameters": self.scheduled.plain(),
             "clients": self.n,

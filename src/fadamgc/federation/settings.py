@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from operator import index
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
 
 from fadamgc.algorithm import AnyAlgorithm
-from fadamgc.errors import InputError, listed, not_accepted, real, shown, whole
-from fadamgc.federation.sampling import Batches, Draw, draw, draw_steps
+from fadamgc.errors import InputError, full_name, listed, not_accepted, real, reason, shown, whole
+from fadamgc.federation.gradients import GradientOptions
+from fadamgc.federation.sampling import Batches, Draw, draw, draw_part, draw_silent, draw_steps
 from fadamgc.files import as_json
 from fadamgc.grouped import GroupedAlgorithm
 from fadamgc.task import DTYPES
+
+StepsOf: TypeAlias = Callable[[int, int], int]  # the local steps of a client in a round
 
 LARGEST_COUNT = 2**53  # rounds, clients, steps, samples: they are also counted in floats
 LARGEST_SEED = 2**128 - 1
@@ -34,7 +37,8 @@ class Settings:
         rounds: global rounds.
         sampled: clients drawn in each round; None is all.
         tracked: how many of those send tracking updates; None is all of them.
-        local_steps: local steps K per client and round.
+        local_steps: local steps K per client and round: one number, one per client, or a function of the
+            client and the round.
         local_epochs: passes over the client's data, instead of ``local_steps``; K then differs per client.
         batch_size: samples in a mini-batch; None is a client's whole data in every step.
         seed: seed of everything random.
@@ -47,13 +51,19 @@ class Settings:
         groups: who is in which group, or a number of groups of equal size, for algorithms with groups; None
             is one group of all clients.
         group_rounds: group rounds in a global round; None is 1.
+        dropout: probability that a sampled client does not answer; None is 0.
+        stragglers: probability that a client does only a part of its steps, drawn from 1 .. K - 1; None is 0.
+        deadline: seconds, by the cost model, after which the server does not wait for a client; None: it
+            waits for all.
+        clip_norm: largest norm of a local gradient; longer ones are scaled down to it. None: no clipping.
+        weight_decay: weight of an L2 penalty, whose gradient is added to every local gradient; None: none.
         dtype: type of model and data; None is the model's.
     """
 
     rounds: int
     sampled: int | None = None
     tracked: int | None = None
-    local_steps: int | None = None
+    local_steps: int | tuple[int, ...] | StepsOf | None = None
     local_epochs: int | None = None
     batch_size: int | None = None
     seed: int = 0
@@ -65,6 +75,11 @@ class Settings:
     checkpoint_every: int = 1
     groups: tuple[tuple[int, ...], ...] | int | None = None
     group_rounds: int | None = None
+    dropout: float | None = None
+    stragglers: float | None = None
+    deadline: float | None = None
+    clip_norm: float | None = None
+    weight_decay: float | None = None
     dtype: torch.dtype | None = None
 
     @classmethod
@@ -88,8 +103,13 @@ class Settings:
     def __post_init__(self) -> None:
         least, most = {"rounds": 0, "tracked": 0, "seed": 0}, {"seed": LARGEST_SEED}
         optional = ("sampled", "tracked", "local_steps", "local_epochs", "batch_size", "group_rounds")
+        if several := not isinstance(self.local_steps, str) and listed(self.local_steps):
+            steps = tuple(whole(f"local_steps[{i}]", K, 1, LARGEST_COUNT) for i, K in enumerate(several))
+            object.__setattr__(self, "local_steps", steps)
         for name in ("rounds", "seed", "eval_every", "checkpoint_every", *optional):
             value = getattr(self, name)
+            if name == "local_steps" and (isinstance(value, tuple) or callable(value)):
+                continue
             if value is not None or name not in optional:
                 count = whole(name, value, least.get(name, 1), most.get(name, LARGEST_COUNT))
                 object.__setattr__(self, name, count)
@@ -107,6 +127,9 @@ class Settings:
             if target is None or not math.isfinite(target):
                 raise not_accepted("target", self.target, "a finite number")
             object.__setattr__(self, "target", target)
+        for name in ("clip_norm", "deadline", "weight_decay", "dropout", "stragglers"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, _number(name, getattr(self, name)))
         dtype: Any = self.dtype
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in DTYPES):
             accepted = "a type of floating-point numbers such as torch.float32, of at least 16 bits"
@@ -138,17 +161,23 @@ class Settings:
                 )
         elif self.weights not in ("uniform", "size"):
             raise not_accepted("weights", self.weights, WEIGHTS)
-        K = self.steps(max(sizes))
+        if isinstance(self.local_steps, tuple) and len(self.local_steps) != n:
+            raise InputError(
+                f"local_steps has {len(self.local_steps)} entries for clients={n}; give one number, or one "
+                "for each client"
+            )
+        K = max(self.planned_steps(sizes))
         if K > LARGEST_COUNT:
             raise InputError(
                 f"local_epochs={self.local_epochs} is {K} local steps of a client; at most {LARGEST_COUNT} "
                 "are possible"
             )
-        if algorithm.coin is not None and self.local_epochs is not None:
-            raise InputError(
-                f"local_epochs={self.local_epochs} is given, but {type(algorithm).__name__} draws the number "
-                "of local steps; omit it"
-            )
+        for name in ("local_epochs", "stragglers"):
+            if algorithm.coin is not None and getattr(self, name) is not None:
+                raise InputError(
+                    f"{name}={getattr(self, name)} is given, but {type(algorithm).__name__} draws the number "
+                    "of local steps; omit it"
+                )
         if isinstance(algorithm, GroupedAlgorithm):
             self._check_groups(n)
         elif self.groups is not None or self.group_rounds is not None:
@@ -217,8 +246,14 @@ class Settings:
                     f"{name} needs all {n} clients sampled and tracked in every round; "
                     f"round {t} has sampled={sampled}, tracked={tracked}"
                 )
-        if len({self.steps(int(size)) for size in sizes}) > 1:
-            raise InputError(f"{name} needs the same number of local steps at every client; use local_steps")
+        if len(set(self.planned_steps(sizes))) > 1 or callable(self.local_steps):
+            raise InputError(f"{name} needs one number of local steps for all clients; use local_steps=10")
+        for setting in ("dropout", "stragglers", "deadline"):
+            if getattr(self, setting):
+                raise InputError(
+                    f"{name} needs all clients in every round, with all their steps; omit "
+                    f"{setting}={getattr(self, setting)}"
+                )
         if self.weights != "uniform":
             raise InputError(f"{name} needs weights='uniform'; got weights={shown(self.weights)}")
         if self.on_nonfinite == "drop":
@@ -235,17 +270,49 @@ class Settings:
         S = n if self.sampled is None else self.sampled
         return S, S if self.tracked is None else self.tracked
 
-    def steps(self, samples: int, t: int = 0, coin: float | None = None) -> int:
-        """Return the number of local steps K of a client with that many samples.
+    def steps(self, client: int, samples: int, t: int, coin: float | None = None) -> int:
+        """Return the number of local steps K of a client with that many samples in round t, from 1.
 
-        With a ``coin`` (see ``Algorithm.coin``) K is drawn for round t, and its mean is returned for t = 0.
+        With a ``coin`` (see ``Algorithm.coin``) K is drawn for all clients.
         """
         if coin is not None:
-            return draw_steps(self.seed, t, coin) if t else round(1 / coin)
+            return draw_steps(self.seed, t, coin)
+        K = self._all_steps(client, samples, t)
+        return K if not self.stragglers else draw_part(self.seed, t, client, K, self.stragglers)
+
+    def _all_steps(self, client: int, samples: int, t: int) -> int:
+        if callable(self.local_steps):
+            return self._steps_by_function(self.local_steps, client, t)
+        if isinstance(self.local_steps, tuple):
+            return self.local_steps[client]
         if self.local_steps is not None:
             return self.local_steps
         assert self.local_epochs is not None
         return self.local_epochs * self.passes(samples)
+
+    @staticmethod
+    def _steps_by_function(function: StepsOf, client: int, t: int) -> int:
+        try:
+            return whole("a number of local steps", function(client, t), 1, LARGEST_COUNT)
+        except Exception as error:
+            raise InputError(
+                f"local_steps={shown(function)} failed for client {client} in round {t}: {reason(error)}"
+            ) from error
+
+    def planned_steps(self, sizes: Sequence[int], coin: float | None = None) -> list[int]:
+        """Return the number of local steps of each client, if all do all of them (the mean, with a coin)."""
+        if coin is not None:
+            return [round(1 / coin)] * len(sizes)
+        return [self._all_steps(i, int(samples), 1) for i, samples in enumerate(sizes)]
+
+    def silent(self, t: int, sampled: Sequence[int]) -> tuple[int, ...]:
+        """Return who of the sampled clients does not answer in round t."""
+        return draw_silent(self.seed, t, sampled, self.dropout) if self.dropout else ()
+
+    @property
+    def gradients(self) -> GradientOptions:
+        """What happens to every local gradient."""
+        return GradientOptions(self.clip_norm, self.weight_decay or None)
 
     def passes(self, samples: int) -> int:
         """Return the number of steps that one pass over a client's data costs."""
@@ -266,18 +333,30 @@ class Settings:
         which may be smaller. A client with no more data than a batch uses all of it in every step, in the
         order of its data.
         """
-        K, B = self.steps(samples, t, coin), self.batch_size
+        K, B = self.steps(client, samples, t, coin), self.batch_size
         if B is None or samples <= B:
             return Batches(K, samples, samples)
         address, rest = (self.seed, t, client), samples % B
         if self.local_epochs is None or not rest:
             return Batches(K, B, samples, address)
-        return Batches(K, B, samples, address, period=K // self.local_epochs, last=rest)
+        return Batches(K, B, samples, address, period=self.passes(samples), last=rest)
 
     def to_json(self) -> dict[str, Any]:
         """Return the settings that determine the run's numbers, as plain data (not how many rounds)."""
         names = [field.name for field in fields(self) if field.name not in NOT_IDENTITY]
-        return {name: as_json(getattr(self, name)) for name in names}
+        plain = {name: as_json(getattr(self, name)) for name in names}
+        return {name: full_name(value) if callable(value) else value for name, value in plain.items()}
+
+
+def _number(name: str, value: Any) -> float:
+    """Return the value of a setting that is a number > 0, a weight >= 0, or a probability."""
+    number, probability = real(value), name in ("dropout", "stragglers")
+    or_zero = probability or name == "weight_decay"
+    too_small = number is None or not math.isfinite(number) or number < 0 or (number == 0 and not or_zero)
+    if number is None or too_small or (probability and number >= 1):
+        accepted = "0 <= probability < 1" if probability else f"a number {'>=' if or_zero else '>'} 0"
+        raise not_accepted(name, value, f"None or {accepted}")
+    return number
 
 
 def _draws(schedule: Any) -> tuple[Draw, ...]:

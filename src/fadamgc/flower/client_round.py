@@ -57,6 +57,7 @@ def handle_request(client: LocalClient, store: ClientStore, train: TrainRequest)
         stored = resolve_pending(store.load(like.client), request)
         if is_setup:
             g = functions.whole_gradient(vectors["x"], buffers, client.client, client.data, settings.seed, 0)
+            g = settings.gradients.adjust(vectors["x"], g)
             _check_finite(client, [g])
             store.save(stored.with_pending(request, algorithm.init_client(vectors["x"], g)))
             return Reply(*request[:4], {"g": g}, {}, 0.0, settings.passes(client.data.size))
@@ -64,7 +65,9 @@ def handle_request(client: LocalClient, store: ClientStore, train: TrainRequest)
         state = stored.committed_state
         if state is None:
             state = algorithm.init_client(down.x)
-        round = Round(functions, algorithm, settings.seed, request.stamp.round, down, buffers)
+        round = Round(
+            functions, algorithm, settings.seed, request.stamp.round, down, buffers, settings.gradients
+        )
         result = client.train(round, settings, state, tracked)
         _check_finite(client, leaves([result.state, result.up, result.buffers, result.loss]))
         store.save(stored.with_pending(request, result.state))

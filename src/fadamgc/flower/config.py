@@ -22,7 +22,10 @@ BIND_VARIABLE = "FADAMGC_BIND_CLIENTS"  # in the ServerApp's environment: the va
 DEFAULT_ROUNDS = 10
 # Settings of ``simulate`` that a config cannot have: a value in a config is a number or a text, and a server
 # always writes a checkpoint after every round and drops updates that are not finite.
-NOT_IN_CONFIG = ("schedule", "on_nonfinite", "checkpoint_every", "groups", "group_rounds", "dtype")
+NOT_IN_CONFIG = (
+    *("schedule", "on_nonfinite", "checkpoint_every", "groups", "group_rounds", "dtype"),
+    *("dropout", "stragglers", "deadline"),  # of a simulation
+)
 
 
 @dataclass(frozen=True)

@@ -187,7 +187,7 @@ class Coordinator:
                 raise refusal(client, "twice", "it has already answered")
             samples, t = self.members.samples.get(client), asked.request.stamp.round  # 0: the setup
             known = samples is not None and t > 0
-            steps = self.settings.steps(samples or 0, t, self.algorithm.coin) if known else None
+            steps = self.settings.steps(client, samples or 0, t, self.algorithm.coin) if known else None
             norms = self.checks.check(reply, asked.request, *self.wanted(client), steps)
         self._replies[client], self._norms[client], self._screened = reply, norms, False
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fadamgc.errors import InputError, shown, whole
 from fadamgc.escape import printable
+from fadamgc.federation.gradients import GradientOptions
 from fadamgc.federation.settings import Settings
 from fadamgc.files import as_json
 from fadamgc.flower.protocol import RefusedError, Reply, Request, Stamp, TrainRequest, describe
@@ -96,6 +97,7 @@ def request_content(train: TrainRequest) -> RecordDict:
         "hyperparameters": json.dumps(as_json(algorithm.plain())),
         "seed": settings.seed,
         **{key: value for key, value in local.items() if value is not None},
+        **{key: value for key, value in settings.gradients._asdict().items() if value is not None},
     }
     arrays = {"down": to_array_record(down), "buffers": to_array_record(buffers)}
     return RecordDict({"request": ConfigRecord(config), **arrays})
@@ -114,6 +116,7 @@ def read_request(content: RecordDict) -> TrainRequest:
         )
     try:
         local: Any = {key: whole(key, config[key], 1, MAX_STEPS) for key in LOCAL_SETTINGS if key in config}
+        local |= {key: config[key] for key in GradientOptions._fields if key in config}
         hyperparameters = json.loads(_get(config, "hyperparameters", str))
         algorithm = make_algorithm(_get(config, "algorithm", str), **hyperparameters)
         settings = Settings(rounds=max(1, request.stamp.round), seed=_get(config, "seed", int), **local)

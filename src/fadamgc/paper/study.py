@@ -17,6 +17,7 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
@@ -92,7 +93,8 @@ def _client_steps(spec: Spec) -> float:
     """Count the local steps of all clients; an epoch counts as one step."""
     run = spec.run
     sampled = run.sampled or spec.task.clients
-    return len(spec.methods) * len(run.seeds) * run.rounds * sampled * (run.local_steps or 1)
+    steps = fmean(run.local_steps) if isinstance(run.local_steps, tuple) else run.local_steps or 1
+    return len(spec.methods) * len(run.seeds) * run.rounds * sampled * steps
 
 
 # Studies of the package.

@@ -122,7 +122,7 @@ def bounds(experiments: Experiments) -> list[Bound]:
     lines = []
     for experiment in experiments:
         spec = experiment.results.spec
-        if spec.task.metric != "squared gradient norm" or spec.run.local_steps is None:
+        if spec.task.metric != "squared gradient norm" or not isinstance(spec.run.local_steps, int):
             continue
         n, K, T = spec.task.clients, spec.run.local_steps, spec.run.rounds
         for method in spec.methods:

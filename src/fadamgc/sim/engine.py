@@ -108,6 +108,12 @@ class Engine:
         self._in_memory = options.states == "memory" or (options.states == "auto" and self._fits_memory())
         self.checkpoint = None if options.checkpoint is None else Checkpoint(Path(options.checkpoint))
         self._saved_round = -1
+        self._draw, self._steps = (
+            Draw((), ()),
+            list[int](),
+        )  # of the round that is under way: who, and their work
+        self._silent: tuple[int, ...] = ()  # of the round that is under way: who does not answer
+        self._absent: tuple[int, ...] = ()  # the same, and who is late
         self._staged: dict[int, Any] = {}  # the clients' new states, until the end of the round
         self._group_rounds: GroupRounds | None = None  # of the round that is under way
         try:
@@ -143,6 +149,7 @@ class Engine:
         f, algo = self.functions, self.algorithm
         for i in range(len(self.data)):
             g = f.whole_gradient(f.x0, f.buffers0, i, self.data[i], self.settings.seed, 0)
+            g = self.settings.gradients.adjust(f.x0, g)
             if not all_finite(g):
                 message = f"the gradient of client {i} at the initial model is not finite; look at its data"
                 raise NonFiniteError(None, 0, None, message)
@@ -233,7 +240,14 @@ class Engine:
             data = self.data[i]
             batches = s.batches(rounds[i].t, i, data.size, coin)
             jobs.append(Job(rounds[i], i, data, partial(self._state_of, i), i in tracked, batches))
-        return jobs
+        self._draw, self._steps = draw, list(map(self._work_steps, jobs))
+        self._silent = s.silent(t, draw.sampled)
+        absent = {*self._silent, *self.federation.late(draw, self._steps)}
+        self._absent = tuple(i for i in draw.sampled if i in absent)
+        return [job for job in jobs if job.client not in absent]
+
+    def _work_steps(self, job: Job) -> int:
+        return self.federation.work_steps(job.batches.steps, job.data.size)
 
     def _state_of(self, client: int) -> Any:
         """Return the state of a client, after the group rounds that are done."""
@@ -285,11 +299,10 @@ class Engine:
                 self.clients.discard([self._staged[job.client]])
             self._staged[job.client] = staged
         self._check_left(t, jobs, dropped)
-        draw = Draw(tuple(job.client for job in jobs), tuple(job.client for job in jobs if job.tracked))
-        steps = [federation.work_steps(job.batches.steps, job.data.size) for job in jobs]
-        work = None
+        draw, work = self._draw, None
+        steps = [0 if i in self._silent else k for i, k in zip(draw.sampled, self._steps, strict=True)]
         if group_rounds is None:
-            (sums,) = sums_of.values()
+            sums = next(iter(sums_of.values()), federation.new_sums())
             after = federation.aggregate(sums)
         else:
             in_order = [sums_of[id(round)] for round in group_rounds.rounds]
@@ -306,7 +319,10 @@ class Engine:
             raise NonFiniteError(None, t, None, message)
         evaluation = federation.evaluate(after)
         seconds = time.perf_counter() - self._began
-        return after, federation.record(draw, sums, evaluation, steps, seconds, dropped, work=work)
+        absences = {"silent": self._silent, "absent": self._absent}
+        return after, federation.record(
+            draw, sums, evaluation, steps, seconds, dropped, **absences, work=work
+        )
 
     def _check_left(self, t: int, jobs: Sequence[Job], dropped: Sequence[int]) -> None:
         """Refuse to continue if no update is left and more than half of all clients have been dropped.
@@ -314,11 +330,11 @@ class Engine:
         Clients count that were dropped since the last round with a finite update. If they are that many, the
         model has diverged, and not a single client.
         """
-        if len(dropped) < len(jobs):
+        if len(dropped) < len(jobs) or not jobs:
             return
         gone, n = set(dropped), len(self.data)
         for record in reversed(self.federation.history):
-            if len(record.dropped) < len(record.sampled):
+            if len(record.dropped) < len(record.sampled) - len(record.absent):
                 break
             gone.update(record.dropped)
         log.warning("round %d: no update was finite; all %d clients were dropped", t, len(jobs))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
@@ -28,7 +28,7 @@ def simulate(
     rounds: int | None = None,
     sampled: int | None = None,
     tracked: int | None = None,
-    local_steps: int | None = None,
+    local_steps: int | Sequence[int] | Callable[[int, int], int] | None = None,
     batch_size: int | None = None,
     seed: int = 0,
     *,
@@ -40,6 +40,11 @@ def simulate(
     on_nonfinite: Literal["error", "drop"] = "error",
     groups: Sequence[Sequence[int]] | int | None = None,
     group_rounds: int | None = None,
+    dropout: float | None = None,
+    stragglers: float | None = None,
+    deadline: float | None = None,
+    clip_norm: float | None = None,
+    weight_decay: float | None = None,
     cost: CostModel | None = None,
     dtype: torch.dtype | None = None,
     device: str | torch.device | None = None,
@@ -59,7 +64,8 @@ def simulate(
         rounds: global rounds; None is the length of the schedule.
         sampled: clients drawn in each round; None is all.
         tracked: how many of those send tracking updates; None is all of them.
-        local_steps: local steps K of every client in a round (default 10 unless ``local_epochs``).
+        local_steps: local steps K of every client in a round (default 10 unless ``local_epochs``); also one
+            number per client, or a function ``local_steps(client, round)``.
         batch_size: samples in a mini-batch; None is a client's whole data in every step.
         seed: seed of everything random; the same seed gives the same result, bit for bit.
         local_epochs: passes over the client's data, instead of ``local_steps``; K then differs.
@@ -76,6 +82,12 @@ def simulate(
         groups: for algorithms with groups such as ``fadamgc.MTGC``: the clients of each group,
             ``[[0, 1], [2, 3]]``, or a number of groups of equal size; None is one group.
         group_rounds: group rounds in a global round, each with ``local_steps`` steps (default 1).
+        dropout: probability that a sampled client does not answer. Its state does not change, and the record
+            names it as absent.
+        stragglers: probability that a client does only a part of its steps, drawn from 1 .. K - 1.
+        deadline: seconds, by the cost model, that the server waits for a client; one that is late is absent.
+        clip_norm: largest norm of a local gradient; longer ones are scaled down to it.
+        weight_decay: weight of an L2 penalty, whose gradient is added to every local gradient after clipping.
         cost: how rounds are priced; a finished run can be priced again.
         dtype: type of model and data; None is the model's. With a 16-bit type, gradients are computed in that
             type, and x, the clients' states and all that is sent and added are float32.
@@ -119,6 +131,11 @@ def simulate(
         on_nonfinite=on_nonfinite,
         groups=groups,
         group_rounds=group_rounds,
+        dropout=dropout,
+        stragglers=stragglers,
+        deadline=deadline,
+        clip_norm=clip_norm,
+        weight_decay=weight_decay,
         checkpoint_every=checkpoint_every,
         dtype=dtype,
     )

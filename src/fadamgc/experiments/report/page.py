@@ -97,9 +97,8 @@ def _context(experiment: ReportedExperiment) -> dict[str, Any]:
 
 def _subtitle(results: Results) -> str:
     run, n = results.spec.run, results.spec.task.clients
-    work = f"{run.local_steps} local steps" if run.local_steps else f"{run.local_epochs} local epochs"
     batch = f"batch {run.batch_size}" if run.batch_size else "all data in every step"
-    return f"{extent(results)}; {run.sampled or n} of {n} clients per round, {work}, {batch}"
+    return f"{extent(results)}; {run.sampled or n} of {n} clients per round, {run.local_work}, {batch}"
 
 
 # The data that the script draws.
@@ -148,8 +147,8 @@ def _run(run: Run, works: dict[Any, int]) -> dict[str, Any]:
         exchanges = []
         for work in record.work:
             clients = Counter(zip(work.down, work.up, work.steps, strict=True))
-            link = ("group",) if work.link == "group" else ()
-            exchanges.append(tuple((*load, count, *link) for load, count in sorted(clients.items())))
+            kind = () if work.link == "client" and work.deadline is None else (work.link, work.deadline)
+            exchanges.append(tuple((*load, count, *kind) for load, count in sorted(clients.items())))
         work_numbers.append(works.setdefault(tuple(exchanges), len(works)))
     return {
         "seed": run.settings["seed"],

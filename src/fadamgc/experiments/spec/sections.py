@@ -25,6 +25,8 @@ from fadamgc.toml import toml_table
 
 STEPS = ("eta_l", "eta_g")  # the step sizes, which tuning chooses
 ExecutorName: TypeAlias = Literal["auto", "loop", "threads", "vectorized"]  # sim.executors are slow to import
+Probability: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
+Positive: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 EXECUTORS: tuple[str, ...] = get_args(ExecutorName)
 
 
@@ -58,7 +60,7 @@ class RunSpec(Section):
     rounds: Count
     sampled: Count | None = None
     tracked: Annotated[int, Field(ge=0)] | None = None
-    local_steps: Count | None = None
+    local_steps: Count | tuple[Count, ...] | None = None
     local_epochs: Count | None = None
     batch_size: Count | None = None
     seeds: Seeds = (0, 1, 2, 3)
@@ -69,6 +71,11 @@ class RunSpec(Section):
     on_nonfinite: Literal["error", "drop"] = "error"
     groups: Annotated[Any, BeforeValidator(_check_groups)] = None  # for methods with groups, as group_rounds
     group_rounds: Count | None = None
+    dropout: Probability | None = None
+    stragglers: Probability | None = None
+    deadline: Positive | None = None
+    clip_norm: Positive | None = None
+    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     dtype: Literal["float32", "float64"] = "float32"
     executor: ExecutorName = "auto"
 
@@ -81,6 +88,13 @@ class RunSpec(Section):
         if self.stop_at_target and self.target is None:
             raise ValueError("stop_at_target=true needs a target")
         return self
+
+    @property
+    def local_work(self) -> str:
+        """The local steps or epochs, in words."""
+        if isinstance(self.local_steps, tuple):
+            return f"{min(self.local_steps)} to {max(self.local_steps)} local steps"
+        return f"{self.local_steps} local steps" if self.local_steps else f"{self.local_epochs} local epochs"
 
 
 class CostSpec(Section):

@@ -125,7 +125,7 @@ def _trial_jobs(workload: Workload, count: int, steps: int) -> list[Job]:
     x = functions.x0
     g = torch.zeros_like(x) if algo.init_gradient else None
     down = algo.broadcast(algo.init_server(x, g))
-    round = Round(functions, algo, seed=0, t=0, down=down, buffers=functions.buffers0)
+    round = Round(functions, algo, 0, 0, down, functions.buffers0, workload.gradients)
     state = algo.init_client(x, g)
     return [
         Job(round, i, table[i], lambda: state, True, Batches(steps, batch, min(batch, table[i].size)))

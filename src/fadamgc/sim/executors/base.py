@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 from fadamgc.algorithm import AnyAlgorithm
 from fadamgc.federation.client_data import ClientTable
 from fadamgc.federation.functions import TaskFunctions
+from fadamgc.federation.gradients import GradientOptions
 from fadamgc.federation.jobs import Job, Result
 from fadamgc.federation.settings import Settings
 from fadamgc.hyperparameters import schedules
@@ -26,6 +27,7 @@ class Workload(NamedTuple):
     ragged: bool  # whether some batch is smaller
     whole: bool  # whether a batch is a client's whole data
     varying: tuple[str, ...] = ()  # names of the algorithm's numbers that follow a schedule
+    gradients: GradientOptions = GradientOptions()
 
     @classmethod
     def of(
@@ -38,9 +40,12 @@ class Workload(NamedTuple):
         partial_epochs = s.local_epochs is not None and not whole and bool((clients.size % batch).any())
         ragged = partial_epochs or bool((clients.size < batch).any())
         sampled = len(s.who(1, len(clients)).sampled) if s.rounds else 1
-        steps = s.steps(largest, coin=algorithm.coin)
+        steps = max(s.planned_steps(clients.size.tolist(), algorithm.coin))
         varying = tuple(schedules(scheduled))
-        return cls(functions, clients, algorithm, s.rounds, sampled, steps, batch, ragged, whole, varying)
+        return cls(
+            *(functions, clients, algorithm, s.rounds, sampled, steps, batch, ragged, whole),
+            *(varying, s.gradients),
+        )
 
 
 class Executor(Protocol):

@@ -17,7 +17,7 @@ from torch.func import grad_and_value, vmap
 from fadamgc.algorithm import AnyAlgorithm
 from fadamgc.federation.client_data import ClientData
 from fadamgc.federation.functions import Buffers, TaskFunctions
-from fadamgc.federation.jobs import Job
+from fadamgc.federation.jobs import Job, Round
 from fadamgc.hyperparameters import numbers, with_values
 from fadamgc.sim.executors.base import Workload
 from fadamgc.tree import leaves, map_leaves, rebuild
@@ -97,8 +97,9 @@ class BlockMath:
     ``lifted_names`` are the algorithm's hyperparameters that are tensors in ``Inputs.hyper``.
     """
 
-    def __init__(self, functions: TaskFunctions, algorithm: AnyAlgorithm, lifted_names: Sequence[str]):
-        self.functions, self.algorithm, self.lifted_names = functions, algorithm, lifted_names
+    def __init__(self, round: Round, lifted_names: Sequence[str]):
+        self.functions, self.algorithm, self.lifted_names = round.functions, round.algorithm, lifted_names
+        self.gradients = round.gradients
 
     def begin(self, inputs: Inputs) -> Any:
         """Return the local states before the first step."""
@@ -115,6 +116,7 @@ class BlockMath:
         def step(hyper: list[Tensor], down: Any, client: Any, before: Progress, batch: Batch) -> Progress:
             gradient = grad_and_value(self._loss, has_aux=True)
             g, (loss, buffers) = gradient(before.x, before.buffers, inputs.fixed, batch)
+            g = self.gradients.adjust(before.x, g)
             x, local = self._with(hyper).step(down, client, before.local, before.x, g)
             after = Progress(x, local, buffers, before.loss + loss)
             active = batch.active

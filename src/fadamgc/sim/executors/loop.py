@@ -57,7 +57,7 @@ def _steps(job: Job) -> Iterator[tuple[list[Tensor], Result | None]]:
                 g, loss = functions.gradient(x, buffers, *job.data.batch(positions))
             except Exception as error:
                 raise failure(job, k, len(positions), error) from error
-            x, local = algo.step(down, client, local, x, g)
+            x, local = algo.step(down, client, local, x, round.gradients.adjust(x, g))
             loss_sum = loss_sum + loss
             yield [x, *leaves(local)], None
     K = job.batches.steps

@@ -82,6 +82,7 @@ class Trainer:
                 except Exception as error:
                     raise failure(job, k, len(positions), error) from error
                 with torch.no_grad():
+                    round.gradients.adjust_in_place(self.x, self.g)
                     rules.step(down, client, self.x, local, self.g)
         with torch.no_grad():
             K = job.batches.steps

@@ -114,10 +114,10 @@ class VectorizedExecutor:
         return size
 
     def _run_block(self, jobs: list[Job], part: int) -> list[Result]:
-        functions, algo = self.functions, jobs[0].round.algorithm
+        functions, round = self.functions, jobs[0].round
         C, device = len(jobs), functions.device
-        kind = self._kinds.of(algo)
-        math = BlockMath(functions, algo, kind.lifted_names)
+        kind = self._kinds.of(round.algorithm)
+        math = BlockMath(round._replace(functions=functions), kind.lifted_names)
         inputs = Inputs.of(jobs, functions, kind.lifted_names)
         local = self._once(math.begin, kind, inputs)
         progress = Progress(

@@ -11,16 +11,17 @@ const cost = {};
 // Prices
 
 function roundSeconds(works, price, groupPrice) {
-  // works: exchanges, one after the other; each a list of [bytes down, bytes up, steps, clients], with "group"
-  // at the end if groups, not clients, exchange with the server.
+  // works: exchanges, one after the other; each a list of [bytes down, bytes up, steps, clients], and perhaps
+  // "client" or "group" (groups, not clients, exchange with the server) and a deadline in seconds or null.
   let total = 0;
   for (const groups of works) {
     let sum = 0, count = 0, most = 0;
-    for (const [down, up, steps, clients, link] of groups) {
-      const each = link === "group"
+    for (const [down, up, steps, clients, link, deadline] of groups) {
+      let each = link === "group"
         ? 8e-6 * (down / groupPrice.down_mbps + up / groupPrice.up_mbps)
         : price.latency + 8e-6 * down / price.down_mbps + 8e-6 * up / price.up_mbps
           + steps * price.seconds_per_step;
+      if (typeof deadline === "number") each = Math.min(each, deadline);
       sum += each * clients;
       count += clients;
       most = Math.max(most, each);
