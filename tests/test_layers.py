@@ -19,7 +19,7 @@ ROOT = Path(fadamgc.__file__).parent
 # What every room may import: values, messages, files, threads and trees; they import only each other.
 FOUNDATION = {
     *("errors", "escape", "files", "bundle", "cache", "runtime", "tree", "fields", "toml", "section"),
-    *("hyperparameters", "loading"),
+    *("hyperparameters", "loading", "schedules"),
 }
 
 # Room by room, from the ground to the roof: the other rooms that its modules may import.
@@ -43,7 +43,17 @@ ALLOWED = {
     "experiments.report": {"experiments.folder", "experiments.spec", "federation", "tasks"},
     "experiments.run": {
         *("experiments.folder", "experiments.report", "experiments.spec"),
-        *("algorithm", "federation", "models", "sim", "sim.executors", "task", "tasks", "trackers"),
+        *(
+            "algorithm",
+            "federation",
+            "methods",
+            "models",
+            "sim",
+            "sim.executors",
+            "task",
+            "tasks",
+            "trackers",
+        ),
     },
     "experiments": {  # tune.py and predict.py
         *("experiments.folder", "experiments.report", "experiments.run", "experiments.spec"),

@@ -5,23 +5,88 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 from fadamgc.errors import InputError, cut, nearest, shown
 
+_folders: list[str] = []  # in addition to the working folder: the folders of specs
+_imported: list[str] = []  # modules and files, in the order in which they were imported
+
+
+_trusted: ContextVar[bool] = ContextVar("trusted", default=True)
+
+
+@contextmanager
+def untrusted() -> Iterator[None]:
+    """Import nothing in a ``with`` block: what is read there comes from a file or from another machine."""
+    token = _trusted.set(False)
+    try:
+        yield
+    finally:
+        _trusted.reset(token)
+
+
+def is_trusted() -> bool:
+    """Whether names may import modules."""
+    return _trusted.get()
+
 
 def load_object(reference: str) -> Any:
     """Import a module or a file, and return an object in it.
 
-    A file is imported once per process, under the name of the file.
+    A file is imported once per process, under the name of the file. It is looked for in the working folder,
+    then in the folder of the spec. A name that is not trusted must be in a module that is imported already.
     """
+    place, name = _parts(reference)
+    if is_trusted():
+        return _named(load_module(place), place, name)
+    module = sys.modules.get(Path(place).stem if place.endswith(".py") else place)
+    if module is None:
+        raise InputError(f"{shown(reference)} is not known here; import {shown(place)} first")
+    return _named(module, place, name)
+
+
+def load_module(place: str) -> Any:
+    """Import a module by its name, or a file by its path."""
+    module = _from_file(place) if place.endswith(".py") else _from_module(place)
+    if place not in _imported:
+        _imported.append(place)
+    return module
+
+
+def look_in(folder: Path) -> None:
+    """Look for files and modules in this folder, too."""
+    if (path := str(folder.resolve())) not in _folders:
+        _folders.append(path)
+
+
+def imports() -> tuple[list[str], list[str]]:
+    """Return what ``import_again`` needs in another process."""
+    return list(_folders), list(_imported)
+
+
+def import_again(folders: list[str], imported: list[str]) -> None:
+    """Import what another process has imported."""
+    for folder in folders:
+        look_in(Path(folder))
+    for place in imported:
+        load_module(place)
+
+
+def _parts(reference: str) -> tuple[str, str]:
     place, colon, name = reference.rpartition(":")
     if not colon or not place or not name.isidentifier():
         raise InputError(
             f"{shown(reference)} does not name an object; write 'my_module:Name' or 'path/to/file.py:Name'"
         )
-    module = _from_file(Path(place)) if place.endswith(".py") else _from_module(place)
+    return place, name
+
+
+def _named(module: Any, place: str, name: str) -> Any:
     if not hasattr(module, name):
         public = [key for key in vars(module) if not key.startswith("_")]
         raise InputError(f"{place} has no {name!r}{nearest(name, public)}")
@@ -29,8 +94,9 @@ def load_object(reference: str) -> Any:
 
 
 def _from_module(name: str) -> Any:
-    if "" not in sys.path:
-        sys.path.insert(0, "")  # the command's own folder
+    for folder in reversed(["", *_folders]):  # "": the working folder
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -41,9 +107,12 @@ def _from_module(name: str) -> Any:
         raise InputError(f"{name} cannot be imported: {type(error).__name__}: {cut(str(error))}") from error
 
 
-def _from_file(path: Path) -> Any:
-    if not path.is_file():
-        raise InputError(f"there is no file {str(path)!r}")
+def _from_file(place: str) -> Any:
+    places = [Path(folder) / place for folder in ("", *_folders)]
+    path = next((path for path in places if path.is_file()), None)
+    if path is None:
+        also = f" here or in {', '.join(_folders)}" if _folders and not Path(place).is_absolute() else ""
+        raise InputError(f"there is no file {place!r}{also}")
     name = path.stem
     known = sys.modules.get(name)
     if known is not None and Path(getattr(known, "__file__", None) or "").resolve() == path.resolve():

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from fadamgc.errors import InputError, full_name, nearest, not_accepted, real, reason, shown, whole
-from fadamgc.loading import load_object
+from fadamgc.loading import is_trusted, load_object
 
 
 @dataclass(frozen=True)
@@ -208,21 +208,21 @@ class WarmUp(Schedule):
 class Function(Schedule):
     """Any function of the round.
 
-    The file of a run has the function's module and name. A lambda, or a function in a function, cannot be
-    found by its name: to resume such a run, give the function again.
+    The file of a run has the function's module and name. Reading it does not import the module: to resume
+    such a run, give the function again.
     """
 
     name: ClassVar[str] = "function"
     function: Callable[[int], float] | str
 
     def __post_init__(self) -> None:
-        if isinstance(self.function, str) and not self.lost:
+        if isinstance(self.function, str) and "<" not in self.function and is_trusted():
             object.__setattr__(self, "function", load_object(self.function))
 
     @property
     def lost(self) -> bool:
         """Whether only the name of the function is known."""
-        return isinstance(self.function, str) and "<" in self.function
+        return isinstance(self.function, str)
 
     def at(self, t: int) -> float:
         if isinstance(self.function, str):

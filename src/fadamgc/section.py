@@ -28,11 +28,13 @@ class Section(BaseModel):
         try:
             return cls(**table)
         except ValidationError as error:
-            lines: dict[str, str] = {}  # one per key
+            problems: dict[str, Any] = {}  # one per key; that of a single entry of a list, if there is one
             for problem in error.errors():
                 key = str(problem["loc"][0]) if problem["loc"] else ""
-                lines.setdefault(key, f"{place} {_sentence(problem)}".strip())
-            raise InputError("\n".join(lines.values())) from None
+                if key not in problems or len(problem["loc"]) > len(problems[key]["loc"]):
+                    problems[key] = problem
+            lines = [f"{place} {_sentence(problem)}".strip() for problem in problems.values()]
+            raise InputError("\n".join(lines)) from None
 
 
 # What is accepted, by pydantic's type of error. The names in braces come from the error's context.
@@ -66,7 +68,8 @@ def _sentence(problem: Mapping[str, Any]) -> str:
         return f"needs the key '{location[0]}'"
     if kind == "literal_error" and isinstance(value, str):
         accepted += nearest(value, re.findall(r"'(.*?)'", problem["ctx"]["expected"]))
-    name = "".join(f"[{part}]" if isinstance(part, int) else str(part) for part in location)
+    entries = [f"[{part}]" for part in location[1:] if isinstance(part, int)]  # else: one kind of several
+    name = f"{location[0]}{''.join(entries)}"
     return f"{cut(name, 100)}={cut(toml_value(value), 120)} is not accepted; {accepted}"
 
 
@@ -84,6 +87,7 @@ def _one_line(text: str) -> str:
 
 Count: TypeAlias = Annotated[int, Field(ge=1, le=2**53)]
 Positive: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Probability: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 NonNegative: TypeAlias = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Finite: TypeAlias = Annotated[float, Field(allow_inf_nan=False)]
 Line: TypeAlias = Annotated[str, AfterValidator(_one_line)]

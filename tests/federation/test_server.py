@@ -37,7 +37,10 @@ def play(federation, states):
         sums.add(i, batches.steps, result.up, result.buffers, result.loss)
         states[i] = result.state
     after = federation.aggregate(sums)
-    steps = [federation.work_steps(s.steps(table[i].size), table[i].size) for i in draw.sampled]
+    steps = [
+        federation.work_steps(s.steps(i, table[i].size, federation.t + 1), table[i].size)
+        for i in draw.sampled
+    ]
     return after, federation.record(draw, sums, federation.evaluate(after), steps, seconds=0.0)
 
 

@@ -50,7 +50,7 @@ def test_the_package_exports_every_method_and_no_more():
         "Algorithm", "CheckpointError", "CheckpointInUseError", "ClientOptimizer", "Cohort", "Correction",
         "CostModel", "FadamgcError", "InputError", "NonFiniteError", "OtherRunError", "Record", "RoundEnd",
         "Run", "Settings", "Task", "add", "algorithms", "compose", "correction", "load_run", "local",
-        "make_algorithm", "register", "server", "simulate", "simulate_many",
+        "make_algorithm", "register", "schedules", "server", "simulate", "simulate_many",
     ]  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from fadamgc.cli.judge_commands import app as judge_app
 from fadamgc.cli.run_commands import app as run_app
 from fadamgc.cli.show_commands import app as show_app
 from fadamgc.errors import FadamgcError
+from fadamgc.loading import load_module
 
 BAD_INPUT = 2
 INTERRUPTED = 130
@@ -84,15 +85,25 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _fadamgc(
-    show_version: Annotated[
+    _show_version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
+    modules: Annotated[
+        list[str],
+        typer.Option(
+            "--import",
+            metavar="MODULE",
+            help="Import a module or a file first, such as one that calls fadamgc.register. Repeatable.",
+        ),
+    ] = [],  # noqa: B006
 ) -> None:
     """Federated optimisation with adaptive optimizers that do not drift.
 
     Start with `fadamgc compare`: it runs seven methods on handwritten digits in about a minute, prints a
     table and writes a report page.
     """
+    for module in modules:
+        load_module(module)
 
 
 app.add_typer(run_app)

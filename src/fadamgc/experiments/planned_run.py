@@ -45,7 +45,7 @@ class PlannedRun:
     def of(cls, spec: Spec, method: MethodSpec, seed: int, folder: Path) -> PlannedRun:
         """Plan the run of a spec's method with one seed."""
         run = spec.run.model_copy(update={"tracked": spec.tracked(method)})
-        algorithm = None if isinstance(spec.task, CustomTask) else method.make()
+        algorithm = None if isinstance(spec.task, CustomTask) or not method.known else method.make()
         return cls(spec.task, run, spec.cost, method, algorithm, seed, folder)
 
     @classmethod

@@ -7,7 +7,7 @@ import dataclasses
 import math
 import platform
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from importlib.metadata import version
@@ -26,6 +26,7 @@ from fadamgc.federation.cost import WORK_COLUMNS, CostModel, Work
 from fadamgc.federation.functions import Buffers
 from fadamgc.flat import Flat
 from fadamgc.hyperparameters import with_schedules
+from fadamgc.loading import untrusted
 from fadamgc.methods import algorithms, make_algorithm
 from fadamgc.schedules import is_lost
 from fadamgc.task import Task
@@ -303,12 +304,17 @@ def find_algorithm(folder: Path, body: Mapping[str, Any]) -> AnyAlgorithm | None
     with sound(folder):
         name, values = str(body["settings"]["algorithm"]), body["settings"]["hyperparameters"]
         if name in algorithms():
-            return make_algorithm(name, **values)
+            with untrusted():
+                return make_algorithm(name, **values)
+        if ":" in name:
+            with suppress(InputError), untrusted():
+                return make_algorithm(name, **values)
         if not body.get("has_states", True):
             return None
-    raise InputError(
-        f"algorithm {shown(name)} of {folder} is not registered here; call fadamgc.register before loading"
+    remedy = (
+        f"import {name.rpartition(':')[0]} first" if ":" in name else "call fadamgc.register before loading"
     )
+    raise InputError(f"algorithm {shown(name)} of {folder} is not known here; {remedy}")
 
 
 MALFORMED = (FadamgcError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RuntimeError)

@@ -247,7 +247,9 @@ class Settings:
                     f"round {t} has sampled={sampled}, tracked={tracked}"
                 )
         if len(set(self.planned_steps(sizes))) > 1 or callable(self.local_steps):
-            raise InputError(f"{name} needs one number of local steps for all clients; use local_steps=10")
+            raise InputError(
+                f"{name} needs the same number of local steps at every client; use local_steps=10"
+            )
         for setting in ("dropout", "stragglers", "deadline"):
             if getattr(self, setting):
                 raise InputError(

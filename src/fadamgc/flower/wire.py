@@ -22,6 +22,7 @@ from fadamgc.federation.gradients import GradientOptions
 from fadamgc.federation.settings import Settings
 from fadamgc.files import as_json
 from fadamgc.flower.protocol import RefusedError, Reply, Request, Stamp, TrainRequest, describe
+from fadamgc.loading import untrusted
 from fadamgc.methods import algorithm_name, make_algorithm
 
 ARRAY_ENCODING = "fadamgc.little-endian"
@@ -118,7 +119,8 @@ def read_request(content: RecordDict) -> TrainRequest:
         local: Any = {key: whole(key, config[key], 1, MAX_STEPS) for key in LOCAL_SETTINGS if key in config}
         local |= {key: config[key] for key in GradientOptions._fields if key in config}
         hyperparameters = json.loads(_get(config, "hyperparameters", str))
-        algorithm = make_algorithm(_get(config, "algorithm", str), **hyperparameters)
+        with untrusted():
+            algorithm = make_algorithm(_get(config, "algorithm", str), **hyperparameters)
         settings = Settings(rounds=max(1, request.stamp.round), seed=_get(config, "seed", int), **local)
     except (InputError, ValueError, TypeError, OverflowError, RecursionError) as error:
         raise RefusedError("request", f"the server's request cannot be understood: {error}") from None

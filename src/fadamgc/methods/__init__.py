@@ -6,11 +6,15 @@ its file to ``make_algorithm``, specs, Flower and the command line, and its clas
 
 from __future__ import annotations
 
+import logging
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
 
 from fadamgc.algebra.compose import KINDS, NAMES
 from fadamgc.algorithm import Algorithm, AnyAlgorithm
 from fadamgc.errors import InputError, nearest, shown
+from fadamgc.loading import load_object
 
 # The order of these lines is the order of the algorithms in tables.
 # isort: off
@@ -47,6 +51,8 @@ from fadamgc.methods.mtgc_adam import MTGCAdam as MTGCAdam
 from fadamgc.algebra.compose import Composed as Composed
 # isort: on
 
+log = logging.getLogger("fadamgc")
+
 _REGISTRY: dict[str, type[AnyAlgorithm]] = {
     value.__module__.rpartition(".")[2]: value
     for value in list(globals().values())
@@ -57,16 +63,36 @@ if not TYPE_CHECKING:  # type checkers see the imports above, and cannot follow 
     __all__ = [*(cls.__name__ for cls in _REGISTRY.values()), "algorithms", "make_algorithm", "register"]
 
 
+_REFERENCES: dict[type[Any], str] = {}  # classes that were loaded as "module:Class"
+ENTRY_POINTS = "fadamgc.algorithms"  # the group in which a package can name its algorithms
+
+
 def algorithms() -> tuple[str, ...]:
-    """Return the names of all registered algorithms."""
+    """Return the names of all registered algorithms, and of those in the entry points of other packages."""
+    _register_entry_points()
     return tuple(_REGISTRY)
+
+
+@cache
+def _register_entry_points() -> None:
+    for entry in entry_points(group=ENTRY_POINTS):
+        try:
+            register(entry.name, entry.load())
+        except Exception as error:  # another package must not stop this one
+            log.warning("the entry point %s = %s of %s is left out: %s", *_described(entry), error)
+
+
+def _described(entry: EntryPoint) -> tuple[str, str, str]:
+    return entry.name, entry.value, "a package" if entry.dist is None else entry.dist.name
 
 
 def register(name: str, cls: type[Any]) -> None:
     """Make a custom algorithm known by name in this process: to ``make_algorithm``, ``load_run`` and specs.
 
-    Likewise a custom rule of a composition: a class of ``LocalRule``, ``Correction`` or ``ServerRule``. The
-    command line starts another process, which knows only the algorithms of this package.
+    Likewise a custom rule of a composition: a class of ``LocalRule``, ``Correction`` or ``ServerRule``. To
+    make it known to the command ``fadamgc`` as well, call this function in a module and give that with
+    ``--import my_module``, or name the class in an entry point of the group ``fadamgc.algorithms``. Without
+    any registration, specs and the command know a class as ``"my_module:MyMethod"``.
     """
     if not name.isidentifier():
         raise InputError(f"name={name!r} is not accepted; it must be an identifier such as 'my_method'")
@@ -81,23 +107,34 @@ def register(name: str, cls: type[Any]) -> None:
 
 
 def algorithm_class(name: str) -> type[AnyAlgorithm]:
-    """Return the class that is registered under a name."""
-    if not isinstance(name, str) or name not in _REGISTRY:
-        hint = nearest(name, _REGISTRY) if isinstance(name, str) else ""
-        raise InputError(f"algorithm {shown(name)} is not known{hint}; known are {', '.join(_REGISTRY)}")
+    """Return the class that is registered under a name, or the class "module:Class" or "file.py:Class"."""
+    if isinstance(name, str) and ":" in name:
+        cls = load_object(name)
+        if not isinstance(cls, type) or not issubclass(cls, Algorithm):
+            raise InputError(f"{name} is not a class of algorithms; derive it from fadamgc.Algorithm")
+        if cls not in _REGISTRY.values():
+            _REFERENCES[cls] = name
+        return cls
+    known = algorithms()
+    if not isinstance(name, str) or name not in known:
+        hint = nearest(name, known) if isinstance(name, str) else ""
+        raise InputError(
+            f"algorithm {shown(name)} is not known{hint}; known are {', '.join(known)}, and your own as "
+            "'my_module:MyMethod' or 'my_file.py:MyMethod'"
+        )
     return _REGISTRY[name]
 
 
 def algorithm_name(algorithm: AnyAlgorithm) -> str:
-    """Return the name that an algorithm is registered under, or its class name if it is not registered."""
+    """Return the name that an algorithm is registered under or was loaded by, else that of its class."""
     for name, cls in _REGISTRY.items():
         if type(algorithm) is cls:
             return name
-    return type(algorithm).__name__
+    return _REFERENCES.get(type(algorithm), type(algorithm).__name__)
 
 
 def make_algorithm(name: str, **settings: Any) -> AnyAlgorithm:
-    """Make an algorithm from its registered name and its hyperparameters.
+    """Make an algorithm from its name (see ``algorithm_class``) and its hyperparameters.
 
     >>> make_algorithm("fedavg", eta_l=0.5)
     FedAvg(eta_l=0.5, eta_g=1.0)

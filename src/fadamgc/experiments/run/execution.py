@@ -32,6 +32,7 @@ from fadamgc.experiments.planned_run import ADAPTER, CHECKPOINT, DIVERGED_RECORD
 from fadamgc.federation.run import Run
 from fadamgc.files import remove_leftovers, unwritable
 from fadamgc.grouped import GroupedAlgorithm
+from fadamgc.methods import algorithm_class
 from fadamgc.runtime import memory
 from fadamgc.sim.engine import Engine, RoundEnd
 from fadamgc.sim.executors.machine_code import compiler
@@ -141,6 +142,8 @@ def execute(
     ``on_round`` is called after each round with the number of the run; if it returns True, the runs stop.
     """
     tasks = tasks or TaskCache()
+    for planned in plan:
+        algorithm_class(planned.method.algorithm)  # so that a worker knows its name
     ends: dict[int, RunEnd] = {}
 
     def callback(i: int, _: RoundEnd) -> None:

@@ -25,6 +25,7 @@ import torch
 from fadamgc.errors import FadamgcError
 from fadamgc.experiments.planned_run import PlannedRun
 from fadamgc.experiments.run.execution import RunEnd, TaskCache, Warn, execute, share_compiled_code
+from fadamgc.loading import import_again, imports
 from fadamgc.runtime import one_thread
 from fadamgc.tasks.sections import ImagesTask, TextTask
 
@@ -81,7 +82,7 @@ def _run_in_processes(
     # Pipes, because queues and events have locks, which a worker that is killed would never release.
     stop, stopper = context.Pipe(duplex=False)
     messages, sender = context.Pipe(duplex=False)
-    pool = ProcessPoolExecutor(count, context, _start_worker, (stop, sender, count))
+    pool = ProcessPoolExecutor(count, context, _start_worker, (stop, sender, count, imports()))
     thread = threading.Thread(target=_listen, args=(messages, listener.on_round, listener.warn), daemon=True)
     thread.start()
     try:
@@ -143,8 +144,9 @@ END, ROUND, WARNING = b"e", b"r", b"w"  # how a message starts
 LONGEST = 3_000  # bytes of a warning: a pipe writes such short messages at once, without mixing them
 
 
-def _start_worker(stop: Any, sender: Any, processes: int) -> None:
+def _start_worker(stop: Any, sender: Any, processes: int, imported: tuple[list[str], list[str]]) -> None:
     global _stop, _sender, _tasks
+    import_again(*imported)
     _stop, _sender, _tasks = stop, sender, TaskCache(processes)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles Ctrl-C
     torch.set_num_threads(1)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
@@ -18,15 +19,24 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from fadamgc.algorithm import AnyAlgorithm
 from fadamgc.errors import InputError, nearest, real, shown
 from fadamgc.federation.cost import CostModel
-from fadamgc.methods import algorithms, make_algorithm
-from fadamgc.section import Count, Finite, Line, Section, Seeds, StepSizes
+from fadamgc.loading import untrusted
+from fadamgc.methods import algorithm_class, make_algorithm
+from fadamgc.section import (
+    Count,
+    Finite,
+    Line,
+    NonNegative,
+    Positive,
+    Probability,
+    Section,
+    Seeds,
+    StepSizes,
+)
 from fadamgc.tasks.sections import TaskSpec
 from fadamgc.toml import toml_table
 
 STEPS = ("eta_l", "eta_g")  # the step sizes, which tuning chooses
 ExecutorName: TypeAlias = Literal["auto", "loop", "threads", "vectorized"]  # sim.executors are slow to import
-Probability: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
-Positive: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 EXECUTORS: tuple[str, ...] = get_args(ExecutorName)
 
 
@@ -75,7 +85,7 @@ class RunSpec(Section):
     stragglers: Probability | None = None
     deadline: Positive | None = None
     clip_norm: Positive | None = None
-    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    weight_decay: NonNegative | None = None
     dtype: Literal["float32", "float64"] = "float32"
     executor: ExecutorName = "auto"
 
@@ -145,13 +155,20 @@ class MethodSpec(Section):
         """The label as part of a file name."""
         return re.sub(r"[^a-z0-9]+", "-", self.label.lower()).strip("-") or "method"
 
+    @property
+    def known(self) -> bool:
+        """Whether the algorithm's class is known in this process."""
+        with suppress(InputError), untrusted():
+            return algorithm_class(self.algorithm) is not None
+        return False
+
     def make(self) -> AnyAlgorithm:
         """Make the algorithm."""
         return make_algorithm(self.algorithm, **self.hyperparameters)
 
     def hyperparameter(self, name: str) -> Any:
         """Look up a hyperparameter: as given, else the algorithm's default; None if neither is known."""
-        if name in self.hyperparameters or self.algorithm not in algorithms():
+        if name in self.hyperparameters or not self.known:
             return self.hyperparameters.get(name)
         return getattr(self.make(), name, None)
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from fadamgc.errors import InputError, nearest, not_accepted, shown
 from fadamgc.experiments.spec.sections import CostSpec, MethodSpec, RunSpec, Spec, TuneSpec
+from fadamgc.loading import is_trusted, look_in
 from fadamgc.methods import algorithm_class, make_algorithm
 from fadamgc.section import Section
 from fadamgc.tasks.sections import CustomTask, task_spec
@@ -41,6 +42,7 @@ def load_spec(path: str | Path) -> Spec:
         raise InputError(f"{path} does not exist; give the path of a spec in TOML") from None
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    look_in(Path(path).parent)
     return parse_spec(text, str(path))
 
 
@@ -115,7 +117,7 @@ def spec_of(tables: dict[str, Any]) -> Spec:
 
 
 def _method(table: dict[str, Any], number: int, custom: bool) -> MethodSpec:
-    """Make a [[method]]; with ``custom``, the algorithm is one of another program and may be unknown."""
+    """Make a [[method]]; its algorithm may be unknown if it is ``custom``, of another program."""
     place = f"[[method]] {number}"
     if "algorithm" not in table:
         raise InputError(f"{place} needs the key 'algorithm'")
@@ -123,7 +125,7 @@ def _method(table: dict[str, Any], number: int, custom: bool) -> MethodSpec:
     if not isinstance(name, str):
         raise not_accepted(f"{place}: algorithm", name, "a name")
     hyperparameters = {key: value for key, value in table.items() if key not in METHOD_KEYS}
-    if not custom:
+    if not (custom or (":" in name and not is_trusted())):
         try:
             cls = algorithm_class(name)
             known = [*METHOD_KEYS, *cls.setting_names()]

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.func import grad_and_value, vmap
 
 from fadamgc.algorithm import AnyAlgorithm
+from fadamgc.errors import InputError, first_line
 from fadamgc.federation.client_data import ClientData
 from fadamgc.federation.functions import Buffers, TaskFunctions
 from fadamgc.federation.jobs import Job, Round
@@ -149,6 +150,25 @@ class BlockMath:
             return self.functions.loss(x, buffers, batch.inputs, batch.targets, fixed), buffers
         losses = self.functions.sample_losses(x, buffers, batch.inputs, batch.targets, fixed)
         return (losses * batch.weight).sum(), buffers
+
+
+def check_rules(algorithm: AnyAlgorithm) -> None:
+    """Refuse an algorithm whose rules cannot be mapped over clients, before the first round."""
+    x = torch.zeros(2, 3)
+    g = x[0] if algorithm.init_gradient or algorithm.round_gradient else None
+
+    def round_of(x: Tensor, K: Tensor, tracked: Tensor) -> Any:
+        down, client = algorithm.broadcast(algorithm.init_server(x, g)), algorithm.init_client(x, g)
+        x, local = algorithm.step(down, client, algorithm.begin(down, client, g), x, x)
+        return leaves(algorithm.finish(down, client, local, x, K, tracked))
+
+    try:
+        vmap(round_of, randomness="error")(x, torch.ones(2), torch.tensor([True, False]))
+    except Exception as error:
+        raise InputError(
+            f"executor='vectorized' cannot map the rules of {type(algorithm).__name__} over clients: "
+            f"{first_line(error)}; see 'Rules' in docs/extending.md, or use executor='loop'"
+        ) from error
 
 
 def _stack(states: list[Any]) -> Any:

@@ -24,7 +24,16 @@ from fadamgc.federation.jobs import Job, Result
 from fadamgc.federation.traits import check_batchable, is_samplewise
 from fadamgc.runtime import one_thread
 from fadamgc.sim.executors.base import Workload
-from fadamgc.sim.executors.block import Batch, BlockMath, End, Inputs, Progress, block_batches, padded_width
+from fadamgc.sim.executors.block import (
+    Batch,
+    BlockMath,
+    End,
+    Inputs,
+    Progress,
+    block_batches,
+    check_rules,
+    padded_width,
+)
 from fadamgc.sim.executors.loop import run_job
 from fadamgc.sim.executors.machine_code import NativeCode, compiled, compiler
 from fadamgc.sim.executors.trace import Kind, Kinds, flat_function, record
@@ -57,6 +66,7 @@ class VectorizedExecutor:
         vector_bytes = functions.flat.d * functions.x0.element_size()
         self.block = block or max(SMALLEST_BLOCK, VECTOR_BYTES // vector_bytes)
         check_batchable(functions)
+        check_rules(workload.algorithm)
         self.samplewise = is_samplewise(functions, workload.clients)
         if compile is None:
             # Where blocks come in many shapes, each of them would have to be compiled.
