@@ -124,6 +124,12 @@ class ClientOptimizer(Optimizer):
         """Load a state that ``state_dict`` has returned."""
         self._steps.clear()
         super().load_state_dict(state_dict)
+        saved = [i for group in state_dict["param_groups"] for i in group["params"]]
+        mine = [p for group in self.param_groups for p in group["params"]]
+        for i, p in zip(saved, mine, strict=True):  # torch has converted all to the parameters' type
+            for name, value in state_dict["state"].get(i, {}).items():
+                if isinstance(value, Tensor) and value.shape == (1,) and p.dtype.itemsize == 2:
+                    self.state[p][name] = value.detach().to(p.device, copy=True)
 
     @property
     def in_round(self) -> bool:
@@ -276,7 +282,7 @@ class ClientOptimizer(Optimizer):
         parameters = _trainable(group)
         vectors = [(n, t) for n, t in self._state(group).items() if n == "down.x" or n.startswith("client.")]
         for name, tensor in vectors:
-            for p in parameters:
+            for p in parameters if name == "down.x" or tensor.shape != (1,) else ():
                 if (p.dtype, p.device) != (tensor.dtype, tensor.device):
                     raise FadamgcError(
                         f"a parameter is {p.dtype} on {p.device}, but {name} of the optimizer is "

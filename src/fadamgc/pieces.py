@@ -24,9 +24,9 @@ from torch import Tensor
 # a private module. ``record`` returns None if it fails, and the step then runs as it is written.
 from torch.utils._python_dispatch import TorchDispatchMode
 
-LENGTH = 7  # of the vectors on which a step is recorded
+LENGTHS = (7, 10)  # of the vectors on which a step is recorded; it must not depend on the length
 SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)  # the result is the argument
-COPIES = (torch.ops.aten.clone.default, torch.ops.aten.zeros_like.default)
+COPIES = (torch.ops.aten.clone.default, torch.ops.aten.zeros_like.default, torch.ops.aten._to_copy.default)
 
 
 def _maximum(a: Any, b: Any, out: Any) -> None:
@@ -140,21 +140,28 @@ def record(
     Returns None if the step is not pointwise.
     """
     try:
-        return _program(step, inputs, list(changed))
+        programs = [_program(step, inputs, list(changed), length) for length in LENGTHS]
+        first, second = (
+            p._replace(constants=[c.tolist() if isinstance(c, Tensor) else c for c in p.constants])
+            for p in programs
+        )
+        return programs[0] if first == second else None
     except Exception:  # the step runs as it is written, and raises there whatever it has to raise
         return None
 
 
-def _program(step: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor], changed: list[int]) -> Program:
+def _program(
+    step: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor], changed: list[int], length: int
+) -> Program:
     shape = inputs[0].shape
     vectors = [i for i, t in enumerate(inputs) if t.shape == shape]
     numbers = [i for i, t in enumerate(inputs) if t.shape == (1,)]
     generator = torch.Generator().manual_seed(0)
     short = [
-        (torch.rand(LENGTH if i in vectors else t.shape, generator=generator) + 0.5).to(t.dtype)
+        (torch.rand(length if i in vectors else t.shape, generator=generator) + 0.5).to(t.dtype)
         for i, t in enumerate(inputs)
     ]
-    recorder = _Recorder(short, {*vectors, *numbers})
+    recorder = _Recorder(short, {*vectors, *numbers}, length)
     with recorder:
         results = [recorder.slot(t) for t in step(*short)]
     return _Allocation(recorder, changed, results).program()
@@ -171,9 +178,9 @@ class _Call(NamedTuple):
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Writes down the operations of a function: every tensor or constant has a slot."""
 
-    def __init__(self, inputs: list[Tensor], usable: set[int]) -> None:
+    def __init__(self, inputs: list[Tensor], usable: set[int], length: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.inputs = len(inputs)
+        self.inputs, self.length = len(inputs), length
         self.values: list[Any] = list(inputs)
         self.usable = usable
         self.slots = {id(t): i for i, t in enumerate(inputs)}
@@ -214,7 +221,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise _NotPointwise
         function: Callable[..., Any] = func
         writing, constants = None, args
-        if result.shape == (LENGTH,):
+        if result.shape == (self.length,):
             writing, constants = _writing(func, args, options, result)
             function = writing or func
         arguments = tuple(
@@ -257,7 +264,7 @@ class _Allocation:
 
     def __init__(self, recorder: _Recorder, changed: list[int], results: list[int]) -> None:
         self.recorder, self.changed, self.results = recorder, changed, results
-        self.is_vector = [isinstance(v, Tensor) and v.shape == (LENGTH,) for v in recorder.values]
+        self.is_vector = [isinstance(v, Tensor) and v.shape == (recorder.length,) for v in recorder.values]
         for place, slot in zip(changed, results, strict=True):
             if self.is_vector[place] != self.is_vector[slot] or (slot in changed and slot != place):
                 raise _NotPointwise

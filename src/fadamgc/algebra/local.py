@@ -251,7 +251,7 @@ class Adam(LocalRule):
     def start(self, x: Tensor) -> AdamMoments:
         zero = torch.zeros_like(x)
         v = zero + self.v0
-        k = number(x) if self.bias_correction else Empty()
+        k = number(x.float() if x.dtype.itemsize == 2 else x) if self.bias_correction else Empty()
         return AdamMoments(AdamFirst(zero, k), AdamSecond(v, v if self.amsgrad else Empty(), k))
 
     def direction(self, moments: AdamMoments, x: Tensor, g: Tensor) -> tuple[Tensor, AdamMoments]:
@@ -261,7 +261,8 @@ class Adam(LocalRule):
         above, below = m, v
         if self.bias_correction:
             k_m, k_v = k_m + 1, k_v + 1
-            above, below = m / (1 - self.beta1**k_m), v / (1 - self.beta2**k_v)
+            above = m / (1 - self.beta1**k_m).to(m.dtype)
+            below = v / (1 - self.beta2**k_v).to(v.dtype)
         if self.amsgrad:
             below = torch.maximum(second.v_hat, below)
         v_hat: Any = below if self.amsgrad else Empty()
@@ -272,7 +273,12 @@ class Adam(LocalRule):
         return moment._replace(v=Empty()) if name == "v" and self.amsgrad else moment
 
     def received(self, name: str, shared: Any) -> Any:
-        return shared._replace(v=shared.v_hat) if name == "v" and self.amsgrad else shared
+        if name != "v" or not self.amsgrad:
+            return shared
+        v = shared.v_hat
+        if self.bias_correction:  # v_hat is a maximum of corrected v: then v, corrected, is v_hat
+            v = v * (1 - self.beta2**shared.k).to(v.dtype)
+        return shared._replace(v=v)
 
 
 @dataclass(frozen=True)

@@ -125,9 +125,9 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
     tables: dict[str, Any] = {}
     for key, value in values.items():
         first, dot, rest = key.partition(".")
-        if not dot:
+        if not dot and first not in tables:
             tables[first] = value
-        elif isinstance(tables.setdefault(first, {}), dict):
+        elif dot and isinstance(tables.setdefault(first, {}), dict):
             tables[first][rest] = value
         else:
             raise InputError(

@@ -112,9 +112,8 @@ class Rules:
         tensors, like = leaves(arguments), skeleton(arguments)
         with self.code.lock:
             if kind not in self.code.in_pieces:
-                few = _piece(tensors, x, 0, 8)
-                in_pieces = len(x) > WIDE_PIECE and pointwise(record(flat_function(rule, arguments), few))
-                self.code.in_pieces[kind] = in_pieces
+                function = flat_function(rule, arguments)
+                self.code.in_pieces[kind] = len(x) > WIDE_PIECE and _fits_pieces(function, tensors, x)
         shared_at = {t.data_ptr(): t for t in shared if t.shape == x.shape}
         if not self.code.in_pieces[kind]:
             memory = {t.untyped_storage().data_ptr() for t in tensors}
@@ -131,10 +130,10 @@ class Rules:
             pieces = leaves(result)
             if not results:
                 for t in pieces:
-                    same = t.clone() if t.ndim == 0 else shared_at.get(t.data_ptr())
+                    same = shared_at.get(t.data_ptr()) if t.shape == (WIDE_PIECE,) else t.clone()
                     results.append(new_vector(x, dtype=t.dtype) if same is None else same)
             for t, piece in zip(results, pieces, strict=True):
-                if t.ndim and t.data_ptr() not in shared_at:
+                if t.shape == x.shape and t.data_ptr() not in shared_at:
                     t[first : first + WIDE_PIECE].copy_(piece)
         return rebuild(result, results)
 
@@ -161,8 +160,7 @@ class Rules:
             return
         # A number in the local state would be changed by every piece.
         only_vectors = all(t.shape == x.shape for t in leaves(local))
-        pointwise_step = only_vectors and pointwise(record(pure, _piece(tensors, x, 0, 8)))
-        self.code.in_pieces["step"] = len(x) > PIECE and pointwise_step
+        self.code.in_pieces["step"] = len(x) > PIECE and only_vectors and _fits_pieces(pure, tensors, x)
         if self.code.compile:
             order = list(range(len(tensors)))
             if self.code.in_pieces["step"]:  # vectors come last, as in ``_run_code``
@@ -175,6 +173,15 @@ class Rules:
 
             self.code.step = compiled(record(in_order, tensors), tensors)
             self.code.failed = self.code.step is None
+
+
+def _fits_pieces(function: Callable[..., Any], tensors: Sequence[Tensor], x: Tensor) -> bool:
+    """Whether a rule gives the same numbers if it runs on one piece after the other.
+
+    Each number must depend only on the numbers at its position, and not on the length of the vectors.
+    """
+    graphs = [record(function, _piece(tensors, x, 0, length)) for length in (8, 11)]
+    return all(map(pointwise, graphs)) and len({graph.code for graph in graphs}) == 1  # type: ignore[attr-defined]
 
 
 def _piece(tensors: Sequence[Tensor], x: Tensor, first: int, size: int) -> list[Tensor]:

@@ -7,7 +7,7 @@ for each other. The results do not depend on the number of threads.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from concurrent.futures import wait
 from queue import SimpleQueue
 from typing import Any
@@ -50,7 +50,7 @@ class ThreadsExecutor:
         if compile is None:
             client_steps = workload.rounds * workload.sampled * workload.steps
             compile = functions.flat.d >= LARGE_MODEL and client_steps >= LONG_RUN
-        self._kinds, self._codes = Kinds(), dict[str, Code]()
+        self._kinds, self._codes = Kinds(), dict[Hashable, Code]()
         compile = compile and not self._kinds.changes(workload.algorithm, workload.varying)
         self._compile = compile and compiler() is not None
         self._rules: dict[AnyAlgorithm, Rules] = {}  # of the algorithms of this round

@@ -6,9 +6,10 @@ Python. ``machine_code`` compiles such a graph.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fadamgc.algorithm import AnyAlgorithm, example
-from fadamgc.hyperparameters import numbers, with_values
+from fadamgc.hyperparameters import is_rule, numbers, with_values
 from fadamgc.tree import leaves, rebuild, skeleton
 
 log = logging.getLogger("fadamgc")
@@ -60,7 +61,7 @@ class Kind(NamedTuple):
     """The part of an algorithm that equal graphs have in common: everything except lifted numbers."""
 
     lifted_names: tuple[str, ...]
-    description: str
+    description: Hashable
 
 
 class Kinds:
@@ -68,7 +69,7 @@ class Kinds:
 
     def __init__(self) -> None:
         self._of: dict[AnyAlgorithm, Kind] = {}
-        self._alike: dict[str, set[Kind]] = {}  # kinds that differ in numbers only
+        self._alike: dict[Hashable, set[Kind]] = {}  # kinds that differ in numbers only
 
     def of(self, algorithm: AnyAlgorithm) -> Kind:
         """Return the kind of an algorithm."""
@@ -97,9 +98,20 @@ class Kinds:
         return kind
 
 
-def _without(algorithm: AnyAlgorithm, names: Sequence[str]) -> str:
-    """Return the description of an algorithm without some of its numbers."""
-    return repr(with_values(algorithm, dict.fromkeys(names)))
+def _without(algorithm: AnyAlgorithm, names: Sequence[str]) -> Hashable:
+    """Return an algorithm without some of its numbers, as a value that can be compared."""
+    return _description(with_values(algorithm, dict.fromkeys(names)))
+
+
+def _description(value: Any) -> Hashable:
+    if is_rule(value):
+        fields = [field for field in dataclasses.fields(value) if not field.metadata.get("internal")]
+        return type(value), *((field.name, _description(getattr(value, field.name))) for field in fields)
+    try:
+        hash(value)
+    except TypeError:
+        return repr(value)
+    return type(value), value  # 1, 1.0 and True are equal, but not the same
 
 
 def flat_function(function: Function, arguments: tuple[Any, ...]) -> Callable[..., list[Tensor]]:
