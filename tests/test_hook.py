@@ -567,8 +567,11 @@ def test_errors_change_no_state():
     with pytest.raises(fadamgc.FadamgcError, match="another Correction of these parameters"):
         Correction(model.parameters()).attach(optimizer)
     correction.start_round(some())
-    with pytest.raises(fadamgc.FadamgcError, match="before any optimizer.step"):
-        correction.finish_round()
+    with pytest.raises(fadamgc.InputError, match="tracked='no' is not accepted"):
+        correction.finish_round(tracked="no")
+    for parameters in (None, torch.nn.Linear(2, 1), 3):
+        with pytest.raises(fadamgc.InputError, match=r"give model\.parameters\(\)"):
+            Correction(parameters)
     for y, message in (
         (torch.zeros(3), r"y of shape \(3,\) and type torch.float32 does not fit; .* vector of 75 numbers"),
         (torch.zeros(D, dtype=torch.int64), "type torch.int64 does not fit"),
@@ -722,3 +725,49 @@ def test_sync_keeps_y_at_the_mean_of_y_i(tmp_path):
     assert torch.equal(y0, y1)
     assert (a != b).any()
     torch.testing.assert_close(y0, (a + b) / 2)
+
+
+def test_a_round_whose_steps_were_all_skipped_changes_nothing():
+    """As a GradScaler does with gradients that are not finite."""
+    _, _, correction = attached()
+    correction.start_round(some())
+    before = correction.y_i.clone()
+    with pytest.warns(UserWarning, match="no optimizer.step"):
+        dy = correction.finish_round()
+    assert not dy.any()
+    assert torch.equal(correction.y_i, before)
+    assert not correction.in_round
+
+
+def test_a_step_that_fails_leaves_the_raw_gradients_for_the_next_round():
+    model, optimizer, correction = attached()
+    correction.start_round(some())
+    backward(model, 0)
+    raw = [p.grad.clone() for p in model.parameters()]
+
+    def broken(*_, **__):
+        raise RuntimeError("out of memory")
+
+    optimizer.register_step_pre_hook(broken)  # after the correction's own
+    with pytest.raises(RuntimeError, match="out of memory"):
+        optimizer.step()
+    assert not all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), raw, strict=True))
+    correction.start_round(some())
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), raw, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"y": torch.full((D,), torch.nan)}, "y of the state_dict is not finite"),
+        ({"y_i": torch.full((D,), torch.inf)}, "y_i of the state_dict is not finite"),
+        ({"steps": 3, "g_sum": None}, "steps=3 without g_sum"),
+    ],
+)
+def test_a_state_that_no_correction_has_is_refused(change, message):
+    _, _, correction = attached()
+    before = correction.state_dict()
+    with pytest.raises(fadamgc.InputError, match=message):
+        correction.load_state_dict(before | change)
+    after = correction.state_dict()
+    assert all(torch.equal(after[name], before[name]) for name in ("y", "y_i"))

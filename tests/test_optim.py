@@ -517,3 +517,40 @@ def test_errors():
         ClientOptimizer([nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2).double())], algo)
     with pytest.raises(fadamgc.InputError, match="one type and on one device"):
         ClientOptimizer([nn.Parameter(torch.ones(2), requires_grad=False)], algo)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda down: down._replace(x=down.x * torch.nan), "down.x is not finite"),
+        (lambda down: down._replace(y=down.y.long()), "down.y is of type torch.int64"),
+        (lambda down: down._replace(y=None), "down has no tensors; FAdamGC sends down.x, down.y"),
+    ],
+)
+def test_a_message_that_no_server_sends_is_refused(change, message):
+    model, algo = torch.nn.Linear(2, 1), fadamgc.FAdamGC()
+    x = torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+    optimizer = fadamgc.ClientOptimizer(model.parameters(), algo)
+    with pytest.raises(fadamgc.InputError, match=message):
+        optimizer.start_round(change(algo.broadcast(algo.init_server(x))))
+    assert torch.equal(torch.nn.utils.parameters_to_vector(model.parameters()), x)
+    assert not optimizer.in_round
+
+
+def test_a_message_of_another_composition_is_refused():
+    model = torch.nn.Linear(2, 1)
+    x = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+    algo = fadamgc.compose(fadamgc.local.Adam(), "pre")
+    other = fadamgc.compose(fadamgc.local.Adam(v="share"))
+    optimizer = fadamgc.ClientOptimizer(model.parameters(), algo)
+    with pytest.raises(fadamgc.InputError, match="down has down.x, down.moments.v.v; Composed sends"):
+        optimizer.start_round(other.broadcast(other.init_server(x)))
+
+
+def test_a_step_size_that_a_scheduler_has_ended_is_refused():
+    model, algo = torch.nn.Linear(2, 1), fadamgc.FAdamGC()
+    x = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+    optimizer = fadamgc.ClientOptimizer(model.parameters(), algo)
+    optimizer.param_groups[0]["lr"] = 0.0
+    with pytest.raises(fadamgc.InputError, match=r"lr=0\.0 of a parameter group is not accepted"):
+        optimizer.start_round(algo.broadcast(algo.init_server(x)))

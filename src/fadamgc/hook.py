@@ -11,6 +11,7 @@ step size in it, so that schedules, warm-up and clipping do not break it.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -20,7 +21,7 @@ import torch.distributed
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from fadamgc.errors import FadamgcError, InputError, finite, shown
+from fadamgc.errors import FadamgcError, InputError, finite, listed, not_accepted, shown
 
 # The Corrections of each optimizer, so that no gradient is corrected twice.
 _attached: weakref.WeakKeyDictionary[Optimizer, weakref.WeakSet[Correction]] = weakref.WeakKeyDictionary()
@@ -67,7 +68,10 @@ class Correction:
         parameters: Iterable[Tensor] | Iterable[tuple[str, Tensor]],
         max_norm: float | None = None,
     ) -> None:
-        given: list[Any] = list(parameters)
+        given: list[Any] | None = None if isinstance(parameters, Tensor) else listed(parameters)
+        if given is None:
+            got = type(parameters).__name__
+            raise InputError(f"parameters of type {got} are not accepted; give model.parameters()")
         given = [item[1] if isinstance(item, tuple) and len(item) == 2 else item for item in given]
         for p in given:
             if not isinstance(p, Tensor) or not p.is_floating_point():
@@ -198,20 +202,27 @@ class Correction:
         new = torch.zeros_like(self._y) if y is None else self._vector("y", y)
         if not torch.isfinite(new).all():
             raise InputError("y is not finite; the server added a dy that is not finite")
+        self._undo_correction()
         self._y, self._dy = new, None
-        self._g_sum, self._steps, self._raw = torch.zeros_like(new), 0, None
+        self._g_sum, self._steps = torch.zeros_like(new), 0
         self._set_z()
 
     @torch.no_grad()
     def finish_round(self, tracked: bool = True) -> Tensor:
-        """End the round and return dy = y_i new - y_i old; not tracked: y_i stays, and dy is zero."""
+        """End the round and return dy = y_i new - y_i old; not tracked: y_i stays, and dy is zero.
+
+        If a GradScaler has skipped all steps, y_i stays as well, with a warning.
+        """
         self._check_parameters()
         if self._g_sum is None:
             raise FadamgcError("finish_round() outside a round; call start_round(y) first")
+        if not isinstance(tracked, bool):
+            raise not_accepted("tracked", tracked, "True or False")
         if self._steps == 0:
-            raise FadamgcError("finish_round() before any optimizer.step(); a round needs at least one step")
+            warnings.warn("the round had no optimizer.step(), so y_i stays and dy is zero", stacklevel=2)
+        self._undo_correction()
         new = self._y_i
-        if tracked:
+        if tracked and self._steps:
             new = self._g_sum / self._steps
             if not torch.isfinite(new).all():
                 raise FadamgcError(
@@ -220,8 +231,15 @@ class Correction:
                 )
         dy = new - self._y_i
         self._y_i, self._dy = new, dy
-        self._g_sum, self._steps, self._z, self._raw = None, 0, [], None
+        self._g_sum, self._steps, self._z = None, 0, []
         return dy.clone()
+
+    def _undo_correction(self) -> None:
+        """Put the raw gradients back after a step that failed."""
+        for p, raw, (corrected, _) in zip(self._parameters, self._raw or (), self._corrected, strict=False):
+            if p.grad is corrected:
+                p.grad = raw
+        self._raw, self._corrected = None, []
 
     @torch.no_grad()
     def sync(self, group: Any = None) -> Tensor:
@@ -238,11 +256,16 @@ class Correction:
                 "sync() needs torch.distributed; call torch.distributed.init_process_group(...) first, or "
                 "send dy to a server"
             )
+        ranks = torch.distributed.get_world_size(group)
+        if ranks < 1:
+            raise FadamgcError(
+                "sync(group): this rank is not in the group; call it on the group's ranks only"
+            )
         if self._dy is None:
             raise FadamgcError("sync() without a finished round; call finish_round() first, then sync() once")
         total = self._dy.clone()
         torch.distributed.all_reduce(total, group=group)
-        self._y = self._y + total / torch.distributed.get_world_size(group)
+        self._y = self._y + total / ranks
         self._dy = None
         return self._y
 
@@ -268,6 +291,11 @@ class Correction:
             None if state_dict[name] is None else self._vector(name, state_dict[name])
             for name in ("dy", "g_sum")
         )
+        for name, vector in {"y": y, "y_i": y_i, "dy": dy, "g_sum": g_sum}.items():
+            if vector is not None and not torch.isfinite(vector).all():
+                raise InputError(f"{name} of the state_dict is not finite; load another")
+        if steps and g_sum is None:
+            raise InputError(f"steps={steps} without g_sum is not the state of a Correction; load another")
         self._check_parameters()
         self._y, self._y_i, self._dy, self._g_sum, self._steps = y, y_i, dy, g_sum, steps
         self._raw, self._z = None, []

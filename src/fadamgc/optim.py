@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, overload
 
@@ -163,7 +164,7 @@ class ClientOptimizer(Optimizer):
         round_gradients = self._split("gradient", gradient) if self.algorithm.round_gradient else none
         init_gradients = self._split("gradient", self._gradient) if self.algorithm.init_gradient else none
         shapes = [t.shape for t in leaves(like.down)]
-        named = named_leaves(down, "down").items()
+        named = self._checked(down, like.down).items()
         columns = [self._split(name, t, shape) for (name, t), shape in zip(named, shapes, strict=True)]
         starts = []
         for i, group in enumerate(self.param_groups):
@@ -175,6 +176,8 @@ class ClientOptimizer(Optimizer):
             else:  # the first round, or an algorithm without a state
                 client = self.algorithm.init_client(_flatten(group), init_gradients[i])
             eta_l = float(group["lr"])
+            if not (eta_l > 0 and math.isfinite(eta_l)):
+                raise InputError(f"lr={eta_l} of a parameter group is not accepted; it must be a number > 0")
             local = self.algorithm.replace(eta_l=eta_l).begin(part, client, round_gradients[i])
             starts.append((group, {"k": 0, "eta_l": eta_l}, {"client": client, "down": part, "local": local}))
         self._steps.clear()
@@ -244,6 +247,23 @@ class ClientOptimizer(Optimizer):
             )
         return self._example_of[1]
 
+    def _checked(self, down: Any, like: Any) -> dict[str, Tensor]:
+        """Return the tensors of a message by name; refuse one that the algorithm does not send."""
+        try:
+            tensors = named_leaves(down, "down")
+        except (AttributeError, TypeError, ValueError):
+            tensors = {}
+        if tensors.keys() != named_leaves(like, "down").keys():
+            raise InputError(
+                f"down has {', '.join(tensors) or 'no tensors'}; {type(self.algorithm).__name__} sends "
+                f"{', '.join(named_leaves(like, 'down'))}: give algorithm.broadcast(server)"
+            )
+        for name, tensor in tensors.items():
+            if not tensor.is_floating_point() or not torch.isfinite(tensor).all():
+                kind = f"of type {tensor.dtype}" if not tensor.is_floating_point() else "not finite"
+                raise InputError(f"{name} is {kind}; give finite floating-point numbers")
+        return tensors
+
     def _split(self, name: str, tensor: Tensor | None, shape: torch.Size | None = None) -> list[Tensor]:
         """Return the piece of a vector that belongs to each group; a single number belongs to all groups."""
         sizes = self._sizes()
@@ -262,7 +282,12 @@ class ClientOptimizer(Optimizer):
             pieces = list(torch.split(tensor, sizes))
         else:
             raise self._one_group(name, shape)
-        return [p.to(_trainable(group)[0]) for group, p in zip(self.param_groups, pieces, strict=True)]
+        firsts = [_trainable(group)[0] for group in self.param_groups]
+        # A single number may have more bits than the parameters, as it counts steps.
+        return [
+            p.to(first.device if shape == (1,) and first.dtype.itemsize == 2 else first)
+            for first, p in zip(firsts, pieces, strict=True)
+        ]
 
     def _check_up(self, up: Any) -> None:
         """Check that the messages of the groups can be joined."""
