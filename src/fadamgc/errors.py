@@ -194,6 +194,6 @@ def full_name(function: Any) -> str:
     return f"{getattr(function, '__module__', '?')}:{name}"
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or the error's type if it has no message."""
     return next((line for line in str(error).strip().splitlines() if line.strip()), type(error).__name__)

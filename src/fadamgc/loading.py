@@ -103,8 +103,19 @@ def _from_module(name: str) -> Any:
         if error.name is not None and name.startswith(error.name):
             raise InputError(f"there is no module {name!r}; give the path of a file, or install it") from None
         raise InputError(f"{name} cannot be imported: {error}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise InputError(f"{name} cannot be imported: {type(error).__name__}: {cut(str(error))}") from error
+
+
+def hidden_module(path: Path) -> str | None:
+    """Return the file of another module of the same name, which this file would hide; None: there is none."""
+    try:
+        spec = importlib.util.find_spec(path.stem)
+    except (ImportError, ValueError):
+        return None
+    if spec is None or (spec.origin is not None and Path(spec.origin).resolve() == path.resolve()):
+        return None
+    return spec.origin or path.stem
 
 
 def _from_file(place: str) -> Any:
@@ -117,6 +128,10 @@ def _from_file(place: str) -> Any:
     known = sys.modules.get(name)
     if known is not None and Path(getattr(known, "__file__", None) or "").resolve() == path.resolve():
         return known
+    if (hidden := hidden_module(path)) is not None:
+        raise InputError(f"{place!r} has the name of another module, {hidden}; rename the file")
+    if (folder := str(path.resolve().parent)) not in sys.path:
+        sys.path.insert(1, folder)  # for the modules beside it
     spec = importlib.util.spec_from_file_location(name, path.resolve())
     assert spec is not None
     assert spec.loader is not None
@@ -124,7 +139,7 @@ def _from_file(place: str) -> Any:
     sys.modules[name] = module  # dataclasses and pickle look there
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise InputError(f"{path} cannot be imported: {type(error).__name__}: {cut(str(error))}") from error
     return module

@@ -5,20 +5,21 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import pytest
+import torch
 
 import fadamgc
 from command import fadamgc as command
 from fadamgc.judge.checks import CHECKS, run_checks
 from fadamgc.judge.digits import compare_on_digits
-from fadamgc.judge.quadratics import exactness
+from fadamgc.judge.quadratics import Exactness, exactness
 from fadamgc.judge.verdict import Verdict, find_method, judge
 from problems import REPRESENTATIVES
 
 
-@pytest.mark.parametrize("name", [*REPRESENTATIVES, "fedadamw", "scaffnew"])
+@pytest.mark.parametrize("name", [*REPRESENTATIVES, "fedadamw", "scaffnew", "mtgc", "mtgc_adam"])
 def test_sound_methods_pass(name):
     failed = [check for check in run_checks(fadamgc.make_algorithm(name)) if not check.passed]
     assert failed == []
@@ -63,9 +64,93 @@ class KnowsTheRound(fadamgc.FedAvg):
         return server._replace(x=server.x + total.dx / cohort.S / cohort.t)
 
 
+class ChangesTheServer(fadamgc.FedAvg):
+    def aggregate(self, server, total, cohort):
+        server.x.add_(total.dx / cohort.S)
+        return server
+
+
+class ChangesTheSum(fadamgc.FedAvg):
+    def aggregate(self, server, total, cohort):
+        return server._replace(x=server.x + total.dx.div_(cohort.S))
+
+
+class HidesItsMomentum(fadamgc.FedAvg):
+    """Keeps a state where no checkpoint finds it, and starts it again in round 1."""
+
+    def aggregate(self, server, total, cohort):
+        m = 0.0 if cohort.t == 1 else self.__dict__.get("m", 0.0)
+        m = 0.5 * m + total.dx / cohort.S
+        object.__setattr__(self, "m", m)
+        return server._replace(x=server.x + m)
+
+
+HIDDEN = {}
+
+
+class HidesItInTheModule(fadamgc.FedAvg):
+    def aggregate(self, server, total, cohort):
+        m = 0.0 if cohort.t == 1 else HIDDEN["m"]
+        HIDDEN["m"] = 0.5 * m + total.dx / cohort.S
+        return server._replace(x=server.x + HIDDEN["m"])
+
+
+class Longer(NamedTuple):
+    dx: torch.Tensor
+    more: torch.Tensor
+
+
+class SendsMoreWithMoreSteps(fadamgc.FedAvg):
+    def finish(self, down, client, local, x, K, tracked):
+        state, up = super().finish(down, client, local, x, K, tracked)
+        return state, Longer(up.dx, up.dx.repeat(K))
+
+
+class DrawsInAStep(fadamgc.FedAvg):
+    def step(self, down, client, local, x, g):
+        return x - self.eta_l * (g + 1e-3 * torch.randn_like(g)), local
+
+
+class ShortensX(fadamgc.FedAvg):
+    def step(self, down, client, local, x, g):
+        return (x - self.eta_l * g)[:-1], local
+
+
+class SendsDoubles(fadamgc.FedAvg):
+    def aggregate(self, server, total, cohort):
+        return server._replace(x=(server.x + total.dx / cohort.S).double())
+
+
+class Exits(fadamgc.FedAvg):
+    def begin(self, down, client, g=None):
+        raise SystemExit(0)
+
+
+class OneGroupForAll(fadamgc.MTGC):
+    def broadcast_to(self, server, j):
+        return super().broadcast_to(server, 0)
+
+
+class ChangesAGroup(fadamgc.MTGC):
+    def aggregate_group(self, server, j, total, cohort):
+        server.x_j[j] += total.dx / cohort.S
+        return server
+
+
 MISTAKES = {
     NotFrozenState: ("contract", "client is list, not a NamedTuple"),
-    ChangesItsArguments: ("pure", "a method changes the tensors of local"),
+    ChangesItsArguments: ("pure", "step changes its arguments"),
+    ChangesTheServer: ("pure", "aggregate changes its arguments"),
+    ChangesTheSum: ("pure", "aggregate changes its arguments"),
+    HidesItsMomentum: ("resumes bit for bit", "a resumed run differs"),
+    HidesItInTheModule: ("resumes bit for bit", "a resumed run differs"),
+    SendsMoreWithMoreSteps: ("bytes are counted", "up has 80 bytes after 3 steps, 40 are counted"),
+    DrawsInAStep: ("pure", "step gives another result if it is called again"),
+    ShortensX: ("contract", "step returns a tensor (1) of shape (4,) of torch.float32, not (5,)"),
+    SendsDoubles: ("contract", "aggregate returns a tensor (1) of shape (5,) of torch.float64"),
+    Exits: ("contract", "SystemExit"),
+    OneGroupForAll: ("order of clients", "differ by"),
+    ChangesAGroup: ("pure", "aggregate_group changes its arguments"),
     LooksAtTracked: ("equal on all executors", "vectorized and on loop differ"),
     SendsUntracked: ("bytes are counted", "an untracked client sends dy"),
     Remembers: ("resumes bit for bit", "a resumed run differs"),
@@ -141,7 +226,7 @@ def test_new_writes_a_method_that_passes_its_own_test(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_the_test_of_a_new_method_passes(tmp_path):
-    assert command("new", "shy_sgd", "--folder", tmp_path).exit_code == 0
+    assert command("new", "bold_sgd", "--folder", tmp_path).exit_code == 0
     done = subprocess.run([sys.executable, "-m", "pytest", "-q", tmp_path], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
@@ -198,3 +283,85 @@ def test_a_function_may_make_the_method(tmp_path):
     file.write_text("import fadamgc\ndef make():\n    return fadamgc.compose(fadamgc.local.Lion(), 'pre')\n")
     assert find_method(f"{file}:make") == fadamgc.compose(fadamgc.local.Lion(), "pre")
     assert find_method("fedavg") == fadamgc.FedAvg()
+
+
+@pytest.mark.parametrize("name", ["class", "numpy", "json", "My-Method"])
+def test_new_refuses_names_that_no_module_can_have(name, tmp_path):
+    refused = command("new", name, "--folder", tmp_path)
+    assert refused.exit_code == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_new_without_a_test(tmp_path):
+    assert command("new", "only_sgd", "--folder", tmp_path, "--no-test").exit_code == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["only_sgd.py"]
+
+
+def test_whatever_a_method_prints_the_verdict_is_json(tmp_path):
+    file = tmp_path / "talkative.py"
+    (tmp_path / "beside_it.py").write_text("NAME = 'a [/b] title [bold]'")
+    file.write_text(
+        "import fadamgc, beside_it\n"
+        "class Talkative(fadamgc.FedAvg):\n"
+        "    title = beside_it.NAME\n"
+        "    def broadcast(self, server):\n"
+        "        print('hello')\n"
+        "        return super().broadcast(server)\n"
+    )
+    verdict = command("judge", f"{file}:Talkative", "--quick", "--json")
+    assert json.loads(verdict.stdout)["method"] == "a [/b] title [bold]"
+    assert "a [/b] title [bold]" in command("judge", f"{file}:Talkative", "--quick").stdout
+
+
+def test_numbers_that_json_does_not_have_become_null():
+    result = Exactness(sampled=12, norm=float("inf"), eta_l=float("nan"), before=float("inf"))
+    verdict = Verdict("mine", {}, [], [result], [])
+    found = json.loads(verdict.to_json(), parse_constant=lambda name: pytest.fail(name))
+    assert found["quadratics"][0]["norm"] is None
+    assert found["quadratics"][0]["verdict"] == "diverges"
+
+
+@pytest.mark.parametrize(
+    ("source", "name", "message"),
+    [
+        ("raise SystemExit(0)", "X", "cannot be imported: SystemExit"),
+        ("def X():\n    raise ValueError('no data')", "X", "is a function and failed: ValueError: no data"),
+        ("def X(a):\n    return a", "X", "is called without arguments"),
+    ],
+)
+def test_files_that_cannot_be_judged_are_refused(source, name, message, tmp_path):
+    file = tmp_path / f"file_{abs(hash(source))}.py"
+    file.write_text(source)
+    refused = command("judge", f"{file}:{name}", "--quick")
+    assert refused.exit_code == 2
+    assert message in refused.stderr
+
+
+def test_a_file_with_the_name_of_a_module_is_refused(tmp_path):
+    (tmp_path / "numpy.py").write_text("X = 1")
+    refused = command("judge", f"{tmp_path / 'numpy.py'}:X")
+    assert refused.exit_code == 2
+    assert "rename the file" in refused.stderr
+
+
+def test_an_error_after_the_checks_is_part_of_the_verdict(monkeypatch):
+    def broken(algorithm, sampled):
+        raise ValueError("in round 10")
+
+    monkeypatch.setattr("fadamgc.judge.verdict.exactness", broken)
+    verdict = judge(fadamgc.FedAvg())
+    assert not verdict.sound
+    assert verdict.checks[-1] == ("runs on quadratics", False, "ValueError: in round 10")
+
+
+def test_a_method_that_needs_all_clients_is_compared_with_a_note():
+    from fadamgc.judge.digits import _note, preset
+
+    note = _note("MTGC", fadamgc.MTGC(), preset("digits"))
+    assert "its rounds have 50 clients, in 5 groups" in note
+    assert _note("FedAvg", fadamgc.FedAvg(), preset("digits")) == ""
+
+
+def test_names_that_are_nearly_right():
+    with pytest.raises(fadamgc.InputError, match="did you mean 'fedavg'"):
+        find_method("fedavgg")

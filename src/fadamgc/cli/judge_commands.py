@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Annotated
 
@@ -25,7 +27,8 @@ def judge(
     from fadamgc.judge.verdict import find_method
     from fadamgc.judge.verdict import judge as judge_method
 
-    verdict = judge_method(find_method(method), quick, say)
+    with redirect_stdout(sys.stderr):  # whatever a method prints is no part of the verdict
+        verdict = judge_method(find_method(method), quick, say)
     if as_json:
         print(verdict.to_json())
     else:
@@ -37,12 +40,14 @@ def judge(
 @app.command()
 def new(
     name: Annotated[str, argument("Name of the method, written like a module: my_method.")],
-    folder: Annotated[Path, option("Where to write the two files.", default="here")] = Path(),
+    folder: Annotated[Path, option("Where to write the files.", default="here")] = Path(),
+    test: Annotated[bool, typer.Option(help="Whether to write a test file, too.")] = True,
 ) -> None:
     """Write a skeleton of a method and its test, ready to run and to change."""
     from fadamgc.judge.new import new_method
 
-    method, test = new_method(name, folder)
+    paths = new_method(name, folder, test)
     class_name = "".join(word.capitalize() for word in name.split("_"))
-    say(f"wrote {method} and {test}")
-    say(f"try: pytest {test}   and   fadamgc judge {method}:{class_name}")
+    say(f"wrote {' and '.join(map(str, paths))}")
+    run_test = f"pytest {paths[1]}   and   " if test else ""
+    say(f"try: {run_test}fadamgc judge {paths[0]}:{class_name}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,15 +13,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from fadamgc.algorithm import AnyAlgorithm, Cohort, Example, add, example
+from fadamgc.algorithm import AnyAlgorithm, Cohort, add, example
 from fadamgc.errors import FadamgcError, first_line
 from fadamgc.federation.client_data import ClientTable
-from fadamgc.federation.cost import traffic
+from fadamgc.federation.cost import state_bytes, traffic
 from fadamgc.federation.functions import TaskFunctions
 from fadamgc.federation.run import Run
 from fadamgc.federation.sampling import draw
 from fadamgc.federation.settings import Settings
 from fadamgc.files import as_json
+from fadamgc.grouped import GroupedAlgorithm
+from fadamgc.judge.walk import walk
 from fadamgc.optim import ClientOptimizer
 from fadamgc.runtime import seeded
 from fadamgc.sim.simulate import simulate
@@ -29,6 +31,7 @@ from fadamgc.task import Task
 from fadamgc.tree import leaves, named_leaves
 
 ROUNDS, K, BATCH, SEED = 4, 5, 8, 3
+GROUPS, GROUP_ROUNDS = [[0, 3], [1, 2, 5], [4]], 2  # for methods with groups
 RTOL, ATOL = 1e-9, 1e-11  # in float64; rules that divide by small numbers magnify rounding
 
 
@@ -58,7 +61,7 @@ def run_checks(algorithm: AnyAlgorithm) -> Iterator[Check]:
             yield Check(name, True, check(algorithm) or "")
         except (FadamgcError, AssertionError) as error:
             yield Check(name, False, first_line(error))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             yield Check(name, False, f"{type(error).__name__}: {first_line(error)}")
 
 
@@ -66,6 +69,8 @@ def _simulate(algorithm: AnyAlgorithm, task: Task, executor: str = "loop", **oth
     n = task.n
     who = {"sampled": n, "tracked": n} if algorithm.full_participation else {"sampled": 3, "tracked": 2}
     settings: dict[str, Any] = {"rounds": ROUNDS, "local_steps": K, "batch_size": BATCH, "seed": SEED, **who}
+    if isinstance(algorithm, GroupedAlgorithm):
+        settings |= {"groups": GROUPS, "group_rounds": GROUP_ROUNDS}
     arguments = settings | {"dtype": torch.float64, "executor": executor, "progress": False} | others
     return simulate(algorithm, task, **arguments)
 
@@ -79,34 +84,26 @@ def check_contract(algorithm: AnyAlgorithm) -> str:
     states = example(algorithm, torch.linspace(1, 2, 5))
     for kind, state in states._asdict().items():
         assert hasattr(state, "_fields"), f"{kind} is {type(state).__name__}, not a NamedTuple"
+        rows = kind == "server" and isinstance(algorithm, GroupedAlgorithm)
         for name, leaf in named_leaves(state).items():
             assert isinstance(leaf, Tensor), f"{kind}.{name} is {type(leaf).__name__}, not a tensor"
-            assert leaf.ndim == 1, f"{kind}.{name} has the shape {tuple(leaf.shape)}, not (d,) or (1,)"
+            shapes = "(d,), (1,), (G, d) or (G, 1)" if rows else "(d,) or (1,)"
+            fits = leaf.ndim == 1 or (rows and leaf.ndim == 2)
+            assert fits, f"{kind}.{name} has the shape {tuple(leaf.shape)}, not {shapes}"
     assert states.down._fields[0] == "x", "the first field of the server's message must be x"
     assert hasattr(states.server, "x"), "the server's state has no x"
     missing = set(algorithm.tracked_only) - set(states.up._fields)
     assert not missing, f"tracked_only names {sorted(missing)}, which the client's message does not have"
     plain = json.loads(json.dumps(as_json(algorithm.plain())))
     assert type(algorithm).make(**plain) == algorithm, "make(**plain()) is another algorithm"
+    for dtype in (torch.float32, torch.float64):
+        walk(algorithm, dtype)
     return f"{len(algorithm.setting_names())} hyperparameters"
 
 
 def check_purity(algorithm: AnyAlgorithm) -> None:
     """Check that methods change none of their arguments and give the same result twice."""
-    x = torch.linspace(1, 2, 5, dtype=torch.float64)
-    first = example(algorithm, x)
-    copies = Example(*([leaf.clone() for leaf in leaves(part)] for part in first))
-    second = example(algorithm, x)
-    algorithm.aggregate(first.server, first.up, Cohort(n=4, S=2, K=1, t=1))
-    algorithm.finish(first.down, first.client, first.local, x + 1, 3, False)
-    algorithm.step(first.down, first.client, first.local, x + 2, x - 1)
-    for kind in Example._fields:
-        now = leaves(getattr(first, kind))
-        for before, after, again in zip(
-            getattr(copies, kind), now, leaves(getattr(second, kind)), strict=True
-        ):
-            assert torch.equal(before, after), f"a method changes the tensors of {kind}"
-            assert torch.equal(before, again), f"two equal calls give another {kind}"
+    walk(algorithm, torch.float64, twice=True)
 
 
 def check_executors(algorithm: AnyAlgorithm) -> str:
@@ -138,17 +135,19 @@ def check_client_optimizer(algorithm: AnyAlgorithm) -> None:
 
     starts = [whole(functions.x0, i) if bound.init_gradient else None for i in range(task.n)]
     mean = torch.stack([g for g in starts if g is not None]).mean(0) if bound.init_gradient else None
-    server = bound.init_server(functions.x0, mean)
-    optimizers = [ClientOptimizer(model.parameters(), bound, g) for g in starts]
+    groups = GROUPS if isinstance(bound, GroupedAlgorithm) else [list(range(task.n))]
+    algo: Any = bound.for_groups([*map(len, groups)]) if isinstance(bound, GroupedAlgorithm) else bound
+    server = algo.init_server(functions.x0, mean)
+    optimizers = [ClientOptimizer(model.parameters(), algo, g) for g in starts]
     n = task.n
     who = (n, n) if algorithm.full_participation else (3, 2)
-    for t in range(1, ROUNDS + 1):
-        sampled, tracked = draw(SEED, t, n, *who)
-        down, total = bound.broadcast(server), None
-        steps = 0
-        for i in sampled:
-            optimizers[i].start_round(down, whole(down.x, i) if bound.round_gradient else None)
-            for positions in settings.batches(t, i, table[i].size, bound.coin):
+
+    def train(down: Any, clients: Sequence[int], tracked: Sequence[int], number: int) -> tuple[Any, float]:
+        """Return the sum of the clients' messages, and their mean number of steps."""
+        total, steps = None, 0
+        for i in clients:
+            optimizers[i].start_round(down, whole(down.x, i) if algo.round_gradient else None)
+            for positions in settings.batches(number, i, table[i].size, algo.coin):
                 optimizers[i].zero_grad()
                 inputs, targets = table[i].batch(positions)
                 torch.autograd.backward(task.loss(model(inputs), targets))
@@ -156,8 +155,22 @@ def check_client_optimizer(algorithm: AnyAlgorithm) -> None:
                 steps += 1
             up = optimizers[i].finish_round(tracked=i in tracked)
             total = up if total is None else add(total, up)
-        cohort = Cohort(n=n, S=len(sampled), K=steps / len(sampled), t=t)
-        server = bound.aggregate(server, total, cohort)
+        return total, steps / len(clients)
+
+    for t in range(1, ROUNDS + 1):
+        if groups is not GROUPS:
+            sampled, tracked = draw(SEED, t, n, *who)
+            total, steps = train(algo.broadcast(server), sampled, tracked, t)
+            server = algo.aggregate(server, total, Cohort(n=n, S=len(sampled), K=steps, t=t))
+            continue
+        server = algo.start_round(server)
+        for e in range(GROUP_ROUNDS):
+            number = (t - 1) * GROUP_ROUNDS + e + 1
+            downs = [algo.broadcast_to(server, j) for j in range(len(groups))]
+            for j, (down, group) in enumerate(zip(downs, groups, strict=True)):
+                total, steps = train(down, group, group, number)
+                server = algo.aggregate_group(server, j, total, Cohort(n=n, S=len(group), K=steps, t=t))
+        server = algo.end_round(server, Cohort(n=n, S=n, K=steps * GROUP_ROUNDS, t=t))
     _assert_close(server.x, run.x, "x with ClientOptimizer and in the simulator")
 
 
@@ -168,6 +181,7 @@ def check_resume(algorithm: AnyAlgorithm) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for rounds in (2, ROUNDS):
             run = _simulate(algorithm, task, rounds=rounds, checkpoint=Path(folder) / "c", resume=True)
+            _simulate(algorithm, task, rounds=3, seed=SEED + 1)  # leaves its own traces, if a method has any
         for a, b in zip([run.server, *run.clients], [whole.server, *whole.clients], strict=True):
             for p, q in zip(leaves(a), leaves(b), strict=True):
                 assert torch.equal(p, q), "a resumed run differs from one without a stop"
@@ -175,19 +189,22 @@ def check_resume(algorithm: AnyAlgorithm) -> None:
 
 def check_bytes(algorithm: AnyAlgorithm) -> str:
     """Check that messages have the bytes that are counted, and that untracked clients send what they may."""
-    x = torch.linspace(1, 2, 50)
+    x = torch.linspace(1, 2, 5)
     states = example(algorithm, x)
     _, up = algorithm.finish(states.down, states.client, states.local, x + 1, 3, False)
     for field in algorithm.tracked_only:
-        sent = any(bool(leaf.any()) for leaf in leaves(getattr(up, field)))
-        assert not sent, f"an untracked client sends {field}, which tracked_only names; it must be zero"
+        sends = any(bool(leaf.any()) for leaf in leaves(getattr(up, field)))
+        assert not sends, f"an untracked client sends {field}, which tracked_only names; it must be zero"
     counted = traffic(algorithm, len(x))
-    size = 4 * len(x)
-    down, always, tracked = (round(value / size, 1) for value in counted)
-    state = sum(leaf.nbytes for leaf in leaves(states.client)) / size
-    return (
-        f"vectors: {down:g} down, {always:g} up, {tracked:g} more if tracked; {state:.3g} kept by each client"
-    )
+    sizes = {"down": counted.down, "up": counted.up + counted.up_tracked}
+    for messages in walk(algorithm, torch.float32):
+        for kind, message in zip(sizes, messages, strict=True):
+            size = state_bytes(message)
+            assert size == sizes[kind], f"{kind} has {size} bytes after 3 steps, {sizes[kind]} are counted"
+    vector = 4 * 1000
+    down, always, more = (round(value / vector, 1) for value in traffic(algorithm, 1000))
+    state = state_bytes(example(algorithm, torch.linspace(1, 2, 1000)).client) / vector
+    return f"vectors: {down:g} down, {always:g} up, {more:g} more if tracked; {state:.3g} kept by each client"
 
 
 def check_absent_clients(algorithm: AnyAlgorithm) -> str:
@@ -210,8 +227,13 @@ def check_order(algorithm: AnyAlgorithm) -> None:
     who = list(range(task.n))
     schedule = [(who, who)] * ROUNDS
     options: dict[str, Any] = {"sampled": None, "tracked": None, "schedule": schedule, "batch_size": None}
+    if isinstance(algorithm, GroupedAlgorithm):
+        options = {"batch_size": None}
     backwards = dataclasses.replace(task, clients=task.pairs[::-1])
-    runs = [_simulate(algorithm, one, **options) for one in (task, backwards)]
+    runs = [_simulate(algorithm, task, **options)]
+    if isinstance(algorithm, GroupedAlgorithm):
+        options["groups"] = [[task.n - 1 - i for i in group] for group in reversed(GROUPS)]
+    runs.append(_simulate(algorithm, backwards, **options))
     _assert_close(runs[1].x, runs[0].x, "x with the clients in another order and x")
 
 

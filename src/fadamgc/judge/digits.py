@@ -11,12 +11,14 @@ from fadamgc.algorithm import AnyAlgorithm
 from fadamgc.experiments.spec.sections import Spec, TuneSpec
 from fadamgc.experiments.spec.toml_io import preset
 from fadamgc.federation.run import Run
+from fadamgc.grouped import GroupedAlgorithm
 from fadamgc.sim.many import simulate_many
 from fadamgc.tasks.build import build_task
 
 BASELINES = ("fedavg_m", "scaffold_m", "fedadam", "local_adam", "fadamgc")
 GLOBAL_STEPS = (0.1, 1.0)  # tried if the method has eta_g
 SEEDS = (0, 1)
+GROUPS = 5  # for methods with groups
 
 
 class DigitsRow(NamedTuple):
@@ -29,6 +31,7 @@ class DigitsRow(NamedTuple):
     final: float  # accuracy after the last round
     mb: float  # per round, all clients together
     step_sizes: dict[str, float]
+    note: str = ""  # how its runs differ from those of the others
 
 
 def compare_on_digits(algorithm: AnyAlgorithm) -> list[DigitsRow]:
@@ -44,8 +47,7 @@ def tuned(algorithm: AnyAlgorithm, spec: Spec) -> AnyAlgorithm:
     grid = spec.tune
     assert isinstance(grid, TuneSpec)
     sizes: dict[str, tuple[float, ...]] = {"eta_l": grid.eta_l}
-    if hasattr(algorithm, "eta_g"):
-        sizes["eta_g"] = GLOBAL_STEPS
+    sizes |= dict.fromkeys(_global_step(algorithm), GLOBAL_STEPS)
     points = [dict(zip(sizes, values, strict=True)) for values in product(*sizes.values())]
     candidates = [algorithm.replace(**point) for point in points]
     task = build_task(spec.task, grid.seeds[0], grid.validation)
@@ -53,6 +55,10 @@ def tuned(algorithm: AnyAlgorithm, spec: Spec) -> AnyAlgorithm:
     results = _simulate(runs, spec, algorithm, rounds=grid.rounds)
     scores = [_score(run, spec) for run in results]
     return candidates[min(range(len(scores)), key=scores.__getitem__)]
+
+
+def _global_step(algorithm: AnyAlgorithm) -> tuple[str, ...]:
+    return ("eta_g",) if "eta_g" in algorithm.setting_names() and hasattr(algorithm, "eta_g") else ()
 
 
 def _score(run: Run | Exception, spec: Spec) -> tuple[float, float]:
@@ -70,7 +76,7 @@ def _row(label: str, algorithm: AnyAlgorithm, spec: Spec) -> DigitsRow:
     rounds = [r for run in results if (r := run.rounds_to(spec.run.target or 1.0)) is not None]
     finals = [run.history[-1].test_metric or 0.0 for run in results]
     records = [record for run in results for record in run.history]
-    steps = {name: getattr(algorithm, name) for name in ("eta_l", "eta_g") if hasattr(algorithm, name)}
+    steps = {name: getattr(algorithm, name) for name in ("eta_l", *_global_step(algorithm))}
     return DigitsRow(
         method=label,
         rounds=fmean(rounds) if rounds else None,
@@ -79,13 +85,27 @@ def _row(label: str, algorithm: AnyAlgorithm, spec: Spec) -> DigitsRow:
         final=fmean(finals) if finals else 0.0,
         mb=fmean(r.bytes_down + r.bytes_up for r in records) / 1e6 if records else math.nan,
         step_sizes=steps,
+        note=_note(label, algorithm, spec),
+    )
+
+
+def _note(label: str, algorithm: AnyAlgorithm, spec: Spec) -> str:
+    if not algorithm.full_participation:
+        return ""
+    n = spec.task.clients
+    groups = f", in {GROUPS} groups with 2 group rounds" if isinstance(algorithm, GroupedAlgorithm) else ""
+    return (
+        f"{label} needs all clients: its rounds have {n} clients{groups}, those of the others "
+        f"{spec.run.sampled or n}. Compare with care."
     )
 
 
 def _simulate(runs: list[dict[str, Any]], spec: Spec, algorithm: AnyAlgorithm, rounds: int) -> list[Any]:
     everybody = algorithm.full_participation
+    groups = {"groups": GROUPS, "group_rounds": 2} if isinstance(algorithm, GroupedAlgorithm) else {}
     return simulate_many(
         runs,
+        **groups,
         rounds=rounds,
         sampled=None if everybody else spec.run.sampled,
         tracked=None,

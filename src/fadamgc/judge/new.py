@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import keyword
 import re
 from pathlib import Path
 
 from fadamgc.errors import InputError
 from fadamgc.files import write_atomic
 from fadamgc.judge import skeleton
+from fadamgc.loading import hidden_module
 
 TEST = '''"""Tests of {name}: the checks that every method must pass, and a step computed by hand."""
 
@@ -41,21 +43,23 @@ def test_a_step_by_hand():
 '''
 
 
-def new_method(module: str, folder: Path) -> list[Path]:
+def new_method(module: str, folder: Path, test: bool = True) -> list[Path]:
     """Write ``module.py`` and ``test_module.py`` into a folder; return the paths."""
-    if not re.fullmatch(r"[a-z][a-z0-9_]*", module):
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", module) or keyword.iskeyword(module):
         raise InputError(f"name={module!r} is not accepted; write it like a module: my_method")
+    if hidden_module(folder / f"{module}.py") is not None:
+        raise InputError(f"name={module!r} is the name of a module that exists; choose another")
     name = "".join(word.capitalize() for word in module.split("_"))
     source = Path(skeleton.__file__).read_text(encoding="utf-8")
     start, end = source.index('"""'), source.index('"""', 3) + 3
     source = f'"""{name}: say in one line what it does."""' + source[end:] if start == 0 else source
     title = module.replace("_", " ").capitalize()
     source = source.replace("MyMethod", name).replace('"My method"', f'"{title}"')
-    paths = [folder / f"{module}.py", folder / f"test_{module}.py"]
+    paths = [folder / f"{module}.py", folder / f"test_{module}.py"][: 1 + test]
     for path in paths:
         if path.exists():
             raise InputError(f"{str(path)!r} exists; choose another name, or another --folder")
     folder.mkdir(parents=True, exist_ok=True)
-    for path, text in zip(paths, (source, TEST.format(name=name, module=module)), strict=True):
+    for path, text in zip(paths, (source, TEST.format(name=name, module=module)), strict=False):
         write_atomic(path, text.encode())
     return paths

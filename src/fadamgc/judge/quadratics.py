@@ -24,7 +24,7 @@ CLIENTS, DIM, SAMPLED = 12, 5, 4
 STEPS, ROUNDS = 10, 1500
 GROUPS = 3  # for methods with groups
 STEP_SIZES = (0.1, 0.03, 0.01, 0.003, 0.001)
-EXACT, SMALL = 1e-18, 1e-5  # squared gradient norms, from about 10 at the start; SMALL is no proof
+EXACT, SMALL, LARGE = 1e-18, 1e-5, 1e3  # squared gradient norms, from about 10 at the start; SMALL: no proof
 
 
 class Exactness(NamedTuple):
@@ -37,9 +37,11 @@ class Exactness(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """Return "exact", "converging" (slowly, not there yet) or "stalls"."""
+        """Return "exact", "converging" (slowly, not there yet), "stalls" or "diverges"."""
         if self.norm <= EXACT:
             return "exact"
+        if not self.norm <= LARGE:
+            return "diverges"
         return "converging" if self.norm < min(SMALL, 0.1 * self.before) else "stalls"
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from fadamgc.algorithm import Algorithm, AnyAlgorithm
-from fadamgc.errors import InputError, first_line
+from fadamgc.errors import InputError, first_line, nearest
 from fadamgc.judge.checks import Check, run_checks
 from fadamgc.judge.digits import DigitsRow, compare_on_digits
 from fadamgc.judge.quadratics import CLIENTS, SAMPLED, Exactness, exactness
@@ -57,23 +59,29 @@ class Verdict:
     def to_json(self) -> str:
         """Return the verdict as JSON."""
         return json.dumps(
-            {
-                "method": self.method,
-                "settings": self.settings,
-                "sound": self.sound,
-                "summary": self.summary,
-                "checks": [check._asdict() for check in self.checks],
-                "quadratics": [result._asdict() | {"verdict": result.verdict} for result in self.quadratics],
-                "digits": [row._asdict() for row in self.digits],
-            },
+            _without_nonfinite(
+                {
+                    "method": self.method,
+                    "settings": self.settings,
+                    "sound": self.sound,
+                    "summary": self.summary,
+                    "checks": [check._asdict() for check in self.checks],
+                    "quadratics": [
+                        result._asdict() | {"verdict": result.verdict} for result in self.quadratics
+                    ],
+                    "digits": [row._asdict() for row in self.digits],
+                }
+            ),
             indent=1,
+            allow_nan=False,
         )
 
     def show(self, console: Console) -> None:
         """Print the verdict as tables."""
-        checks = Table("check", "result", "detail", title=self.method, title_justify="left")
+        checks = Table("check", "result", "detail", title=escape(self.method), title_justify="left")
         for check in self.checks:
-            checks.add_row(check.name, "[green]yes[/]" if check.passed else "[red]NO[/]", check.detail)
+            answer = "[green]yes[/]" if check.passed else "[red]NO[/]"
+            checks.add_row(check.name, answer, escape(check.detail))
         console.print(checks)
         if self.quadratics:
             title = "Quadratics: squared gradient norm of the mean at the end"
@@ -95,10 +103,21 @@ class Verdict:
                 steps = ", ".join(f"{key}={value:g}" for key, value in row.step_sizes.items())
                 style = "bold" if row is self.digits[0] else ""
                 table.add_row(
-                    row.method, rounds + note, f"{row.final:.1%}", f"{row.mb:.3f}", steps, style=style
+                    escape(row.method), rounds + note, f"{row.final:.1%}", f"{row.mb:.3f}", steps, style=style
                 )
             console.print(table)
+            for note in sorted({row.note for row in self.digits if row.note}):
+                console.print(note, markup=False, highlight=False, soft_wrap=True)
         console.print(self.summary, markup=False, highlight=False, soft_wrap=True)
+
+
+def _without_nonfinite(value: Any) -> Any:
+    """Return plain data with null in the place of numbers that JSON does not have."""
+    if isinstance(value, dict):
+        return {key: _without_nonfinite(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_nonfinite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _order(row: DigitsRow) -> tuple[float, float, float]:
@@ -111,12 +130,19 @@ def find_method(reference: str) -> AnyAlgorithm:
     if ":" not in reference:
         if reference not in algorithms():
             raise InputError(
-                f"{reference!r} is not a registered method; for one of your own write my_file.py:MyMethod"
+                f"{reference!r} is not a registered method{nearest(reference, algorithms())}; for one of "
+                "your own write my_file.py:MyMethod"
             )
         return make_algorithm(reference)
     found = load_object(reference)
     if inspect.isfunction(found):
-        found = found()
+        try:
+            found = found()
+        except (Exception, SystemExit) as error:
+            raise InputError(
+                f"{reference} is a function and failed: {type(error).__name__}: {first_line(error)}; it is "
+                "called without arguments and must return a method"
+            ) from error
     if isinstance(found, type) and issubclass(found, Algorithm):
         missing = inspect.isabstract(found) and sorted(found.__abstractmethods__)
         if missing:
@@ -145,9 +171,14 @@ def judge(algorithm: AnyAlgorithm, quick: bool = False, say: Say = lambda _: Non
     results: list[Exactness] = []
     digits: list[DigitsRow] = []
     if not quick and all(check.passed for check in checks):
-        for sampled in (CLIENTS,) if algorithm.full_participation else (CLIENTS, SAMPLED):
-            say(f"quadratics with {sampled} of {CLIENTS} clients ...")
-            results.append(exactness(algorithm, sampled))
-        say("digits: tuning, then the comparison ...")
-        digits = compare_on_digits(algorithm)
+        stage = "runs on quadratics"
+        try:
+            for sampled in (CLIENTS,) if algorithm.full_participation else (CLIENTS, SAMPLED):
+                say(f"quadratics with {sampled} of {CLIENTS} clients ...")
+                results.append(exactness(algorithm, sampled))
+            stage = "runs on digits"
+            say("digits: tuning, then the comparison ...")
+            digits = compare_on_digits(algorithm)
+        except (Exception, SystemExit) as error:
+            checks.append(Check(stage, False, f"{type(error).__name__}: {first_line(error)}"))
     return Verdict(algorithm.title, algorithm.plain(), checks, results, digits)
