@@ -63,7 +63,8 @@ class NonFiniteError(FadamgcError):
             where = "at an unknown local step" if step is None else f"at local step {step}"
             message = (
                 f"client {client} produced a non-finite {what} in round {round}, {where}; lower eta_l, "
-                'look at that client\'s data, or pass on_nonfinite="drop" to continue without it'
+                'look at that client\'s data, or continue without it: on_nonfinite="drop" (for methods that '
+                "do not need all clients)"
             )
         super().__init__(message)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from types import NoneType
 from typing import Any, TypeVar
 
-from fadamgc.errors import not_accepted, real
+from fadamgc.errors import InputError, not_accepted, real
 from fadamgc.schedules import as_schedule, is_lost
 
 T = TypeVar("T")
@@ -22,6 +22,12 @@ LARGEST_EXACT = 2**53  # integers up to this value are exact as floats
 
 def check_fields(instance: Any) -> None:
     """Check and normalise the values of all fields made by this module; call it in ``__post_init__``."""
+    for name, value in vars(type(instance)).items():
+        if isinstance(value, dataclasses.Field):
+            raise InputError(
+                f"{type(instance).__name__} has the field {name!r} and is not a dataclass; write "
+                "@dataclass(frozen=True) above the class"
+            )
     for field in dataclasses.fields(instance):
         rule = field.metadata.get("rule")
         if rule is not None:

@@ -262,6 +262,11 @@ def is_lost(schedule: Schedule) -> bool:
     return isinstance(schedule, Function) and schedule.lost
 
 
+def first_number(schedule: Schedule) -> float:
+    """Return the number of round 1; any number if it is not known."""
+    return 0.5 if is_lost(schedule) else schedule.at(1)
+
+
 def from_plain(name: str, plain: Mapping[str, Any]) -> Schedule:
     """Return the schedule of a table such as ``{"cosine": 1e-3, "end": 1e-5}``; the inverse of ``plain``."""
     kinds = [key for key in plain if key in KINDS]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -255,3 +256,81 @@ def test_many_compositions_at_once_are_the_same_runs_alone():
     many = fadamgc.simulate_many([{"algorithm": a} for a in algorithms], task=task, progress=False, **options)
     for algorithm, run in zip(algorithms, many, strict=True):
         assert torch.equal(run.x, fadamgc.simulate(algorithm, task, progress=False, **options).x)
+
+
+# Rules of one's own that are not right.
+
+
+@dataclass(frozen=True)
+class OnlyD(LocalRule):
+    def direction(self, moments, x, g):
+        return g
+
+
+@dataclass(frozen=True)
+class Shorter(LocalRule):
+    def direction(self, moments, x, g):
+        return g[:-1], moments
+
+
+class NoDataclass(LocalRule):
+    beta: float = positive(0.9)
+
+    def direction(self, moments, x, g):
+        return g * self.beta, moments
+
+
+@dataclass(frozen=True)
+class OnlyX(ServerRule):
+    def step(self, state, x, D):
+        return x + D
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: fadamgc.compose(OnlyD()), r"OnlyD\.direction must return the direction"),
+        (lambda: fadamgc.compose(Shorter()), "of the same types and shapes"),
+        (lambda: fadamgc.compose(NoDataclass()), r"write @dataclass\(frozen=True\) above the class"),
+        (lambda: fadamgc.compose(server=OnlyX()), r"OnlyX\.step must return the new x and the new state"),
+        (lambda: fadamgc.compose().replace(beta=1.0), "a composition has no 'beta'"),
+        (lambda: fadamgc.compose(correction="pre").replace(alpha=0.5), "has no alpha"),
+        (lambda: fadamgc.make_algorithm("compose", local={"rule": "sgd", 3: 1}), "has no setting '3'"),
+        (lambda: fadamgc.register("x", fadamgc.local.SGD()), "or a rule of a composition from"),
+        (lambda: fadamgc.make_algorithm("compose", local="json:dumps"), "is not a class of LocalRule"),
+    ],
+)
+def test_rules_that_are_not_right_are_refused(make, message):
+    with pytest.raises(fadamgc.InputError, match=message):
+        make()
+
+
+def test_alpha_is_replaced():
+    algo = fadamgc.compose(correction="direction", alpha=0.3)
+    assert algo.replace(alpha=0.5) == fadamgc.compose(correction="direction", alpha=0.5)
+
+
+def test_a_rule_of_ones_own_is_named_by_its_module(tmp_path, monkeypatch):
+    (tmp_path / "my_rules_of_mine.py").write_text(
+        "from dataclasses import dataclass\n"
+        "from fadamgc.algebra.local import LocalRule\n"
+        "@dataclass(frozen=True)\n"
+        "class Half(LocalRule):\n"
+        "    def direction(self, moments, x, g):\n"
+        "        return g / 2, moments\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", list(sys.path))
+    algo = fadamgc.make_algorithm("compose", local={"rule": "my_rules_of_mine:Half", "eta_l": 0.2})
+    assert algo.plain()["local"] == {"rule": "my_rules_of_mine:Half", "eta_l": 0.2}
+    assert fadamgc.make_algorithm("compose", **algo.plain()) == algo
+    task = class_task()
+    fadamgc.simulate(algo, task, rounds=1, checkpoint=tmp_path / "c", progress=False)
+    assert fadamgc.load_run(tmp_path / "c").algorithm == algo
+
+
+def test_another_number_of_a_rule_is_named_when_a_run_does_not_continue(tmp_path):
+    options = {"checkpoint": tmp_path, "resume": True, "progress": False}
+    fadamgc.simulate(fadamgc.compose(fadamgc.local.Adam(0.1)), class_task(), rounds=1, **options)
+    with pytest.raises(fadamgc.OtherRunError, match=r"hyperparameters\.local\.eta_l=0\.1 there"):
+        fadamgc.simulate(fadamgc.compose(fadamgc.local.Adam(0.2)), class_task(), rounds=2, **options)

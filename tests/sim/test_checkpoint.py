@@ -250,7 +250,9 @@ def test_an_unregistered_algorithm_resumes(tmp_path):
     resumed = simulate(tmp_path / "c", algo=Unregistered())
     assert_same_run(resumed, simulate(None, resume=False, algo=Unregistered()))
     resumed.save(tmp_path / "run")
-    with pytest.raises(fadamgc.InputError, match="'Unregistered' .* is not registered"):
+    with pytest.raises(
+        fadamgc.InputError, match="'Unregistered' .* is not known here; call fadamgc.register"
+    ):
         fadamgc.load_run(tmp_path / "run")
 
 

@@ -17,9 +17,11 @@ from fadamgc.algebra.correction import Correction, NoCorrection
 from fadamgc.algebra.local import HOMES, LocalRule
 from fadamgc.algebra.server import Average, ServerRule
 from fadamgc.algorithm import Algorithm, Cohort, Empty, Flag, Steps
-from fadamgc.errors import InputError, nearest, shown
-from fadamgc.hyperparameters import plain_value
-from fadamgc.tree import map_leaves
+from fadamgc.errors import InputError, first_line, nearest, shown
+from fadamgc.hyperparameters import plain_value, with_schedules
+from fadamgc.loading import load_object
+from fadamgc.schedules import first_number
+from fadamgc.tree import leaves, map_leaves
 
 
 class Server(NamedTuple):
@@ -171,6 +173,7 @@ NAMES: dict[str, dict[str, type[Any]]] = {
     },
 }
 KINDS: dict[str, type[Any]] = {"local": LocalRule, "correction": Correction, "server": ServerRule}
+REFERENCES: dict[type[Any], str] = {}  # classes that were loaded as "module:Class"
 STEP_SIZES = {"eta_l": "local", "eta_g": "server"}  # the factor that has each step size
 
 
@@ -202,6 +205,7 @@ class Composed(Composition):
                 raise InputError(f"{name}={shown(value)} is not a {kind.__name__}; there are {known}")
         self._check_moments()
         _check_parts(self.parts())
+        _check_steps(self.local, self.server)
 
     def _check_moments(self) -> None:
         moments = self.local.start(torch.zeros(1))
@@ -236,8 +240,12 @@ class Composed(Composition):
 
     def replace(self, **changes: Any) -> Composed:
         """Return the composition with other factors, or with other values of ``eta_l`` and ``eta_g``."""
-        factors = {name: value for name, value in changes.items() if name not in STEP_SIZES}
-        changed = replace(self, **factors)
+        for name in changes:
+            if name not in self.setting_names():
+                raise InputError(f"a composition has no {name!r}{nearest(name, self.setting_names())}")
+        changed = replace(self, **{name: changes[name] for name in KINDS if name in changes})
+        if "alpha" in changes:
+            changed = compose(changed.local, changed.correction, changed.server, changes["alpha"])
         for name, factor in STEP_SIZES.items():
             if name in changes:
                 rule = replace(getattr(changed, factor), **{name: changes[name]})
@@ -306,13 +314,22 @@ def factor(kind: str, value: Any) -> Any:
     table = {"rule": value} if isinstance(value, str) else dict(value)
     name = table.pop("rule", None)
     known = NAMES[kind]
+    if isinstance(name, str) and ":" in name:  # a class of the user's own
+        cls = load_object(name)
+        if not isinstance(cls, type) or not issubclass(cls, KINDS[kind]):
+            raise InputError(f"{name} is not a class of {KINDS[kind].__name__}")
+        REFERENCES[cls] = name
+        known = {**known, name: cls}
     if not isinstance(name, str) or name not in known:
         hint = nearest(name, known) if isinstance(name, str) else ""
         problem = "needs the key 'rule'" if name is None else f"rule {shown(name)} is not known{hint}"
-        raise InputError(f"{kind} {problem}; known are {', '.join(known)}")
+        raise InputError(
+            f"{kind} {problem}; known are {', '.join(known)}, and your own as 'my_module:MyRule'"
+        )
     names = [field.name for field in fields(known[name])]
     for key in table:
         if key not in names:
+            key = str(key)
             has = f"it has {', '.join(names)}" if names else "it has none"
             raise InputError(f"{kind} rule {name} has no setting {shown(key)}{nearest(key, names)}; {has}")
     return known[name](**table)
@@ -320,7 +337,8 @@ def factor(kind: str, value: Any) -> Any:
 
 def rule_table(kind: str, rule: Any) -> dict[str, Any]:
     """Return a factor as a table with its name as ``rule`` and its fields."""
-    name = next((name for name, cls in NAMES[kind].items() if type(rule) is cls), type(rule).__name__)
+    default = REFERENCES.get(type(rule), type(rule).__name__)
+    name = next((name for name, cls in NAMES[kind].items() if type(rule) is cls), default)
     return {"rule": name} | {field.name: plain_value(getattr(rule, field.name)) for field in fields(rule)}
 
 
@@ -340,6 +358,26 @@ def _check_parts(parts: Parts) -> None:
             f"correction={correction.title!r} with server={server.title} is not accepted: G is the mean "
             "direction along which the server has moved; use server=fadamgc.server.Average()"
         )
+
+
+def _check_steps(local: LocalRule, server: ServerRule) -> None:
+    """Refuse rules that do not return what the others need, by one trial step of each."""
+    x, g = torch.full((3,), 0.5), torch.ones(3)
+    local, server = with_schedules(local, first_number), with_schedules(server, first_number)
+    moments, state = local.start(x), server.start(x)
+    rules: tuple[Any, ...] = (
+        (local, local.direction, (moments, x, g), moments, "the direction, a vector like x, and new moments"),
+        (server, server.step, (state, x, g), state, "the new x and the new state"),
+    )
+    for rule, method, arguments, like, wanted in rules:
+        name = f"{type(rule).__name__}.{method.__name__} must return {wanted}"
+        try:
+            vector, new = method(*arguments)
+            shapes = [t.shape for t in (vector, *leaves(new))]
+        except Exception as error:
+            raise InputError(f"{name}; it failed: {first_line(error)}") from error
+        if shapes != [t.shape for t in (x, *leaves(like))] or type(new) is not type(like):
+            raise InputError(f"{name}, of the same types and shapes as before")
 
 
 def _title(parts: Parts) -> str:

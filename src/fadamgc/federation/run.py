@@ -28,7 +28,7 @@ from fadamgc.flat import Flat
 from fadamgc.hyperparameters import with_schedules
 from fadamgc.loading import untrusted
 from fadamgc.methods import algorithms, make_algorithm
-from fadamgc.schedules import is_lost
+from fadamgc.schedules import first_number
 from fadamgc.task import Task
 from fadamgc.tree import from_names, leaves, named_leaves, names
 
@@ -272,8 +272,7 @@ def server_tensors(run: Run) -> dict[str, Tensor | LazyTensor]:
 def unpack_server(algorithm: AnyAlgorithm | None, tensors: Mapping[str, Tensor]) -> tuple[Any, Any, Buffers]:
     """Return server, initial client state and buffers from the tensors of a run."""
     assert algorithm is not None
-    known = with_schedules(algorithm, lambda s: 0.5 if is_lost(s) else s.at(1))  # any number will do
-    like = example(known, torch.empty(0))
+    like = example(with_schedules(algorithm, first_number), torch.empty(0))
     buffers = {k.removeprefix("buffer."): v for k, v in tensors.items() if k.startswith("buffer.")}
     return from_names(like.server, tensors, "server"), from_names(like.client, tensors, "initial"), buffers
 

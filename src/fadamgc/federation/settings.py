@@ -222,6 +222,8 @@ class Settings:
             for i in group:
                 if not 0 <= i < n:
                     raise InputError(f"groups[{j}]: client {i} is not in 0..{n - 1}")
+                if seen.get(i) == j:
+                    raise InputError(f"groups[{j}] has client {i} twice; give each client once")
                 if i in seen:
                     raise InputError(f"client {i} is in groups[{seen[i]}] and groups[{j}]; give it one group")
                 seen[i] = j
@@ -383,6 +385,8 @@ def _groups(value: Any) -> tuple[tuple[int, ...], ...] | int:
     if (entries := listed(value)) is None:
         raise not_accepted("groups", value, accepted)
     try:
+        if any(isinstance(i, bool) for group in entries for i in group):
+            raise not_accepted("groups", value, accepted)
         return tuple(tuple(sorted(index(i) for i in group)) for group in entries)
     except TypeError:
         raise not_accepted("groups", value, accepted) from None

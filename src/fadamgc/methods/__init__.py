@@ -100,7 +100,11 @@ def register(name: str, cls: type[Any]) -> None:
     kinds |= {base: NAMES[kind] for kind, base in KINDS.items()}
     registry = next((kinds[b] for b in kinds if isinstance(cls, type) and issubclass(cls, b)), None)
     if registry is None:
-        raise InputError(f"cls={cls!r} is not a class of algorithms; derive it from fadamgc.Algorithm")
+        bases = ", ".join(f"fadamgc.{kind}.{base.__name__}" for kind, base in KINDS.items())
+        raise InputError(
+            f"cls={shown(cls)} is not a class of algorithms; derive it from fadamgc.Algorithm, or a rule "
+            f"of a composition from {bases}"
+        )
     if registry.get(name, cls) is not cls:
         raise InputError(f"name={name!r} is taken by {registry[name].__name__}; choose another")
     registry[name] = cls

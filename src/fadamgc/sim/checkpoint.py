@@ -224,7 +224,7 @@ def _without_none(value: Any) -> Any:
 
 def _difference(folder: Path, key: str, saved: Any, here: Any) -> str:
     """Return the message for a setting that has another value in the checkpoint."""
-    if isinstance(here, dict):
+    while isinstance(here, dict):
         saved = saved if isinstance(saved, dict) else {}
         part = next(k for k in {**here, **saved} if saved.get(k) != here.get(k))
         key, saved, here = f"{key}.{part}", saved.get(part), here.get(part)
