@@ -67,7 +67,15 @@ ALLOWED = {
         *("algorithm", "experiments.spec", "federation", "methods", "optim", "sim", "task", "tasks"),
     },
     "cli": {
-        *("algebra", "data", "experiments", "experiments.folder", "experiments.report", "experiments.run"),
+        *(
+            "algebra",
+            "algorithm",
+            "data",
+            "experiments",
+            "experiments.folder",
+            "experiments.report",
+            "experiments.run",
+        ),
         *("experiments.spec", "federation", "flower", "judge", "methods", "paper", "tasks", "trackers"),
     },
     "__main__": {"cli"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 from command import fadamgc, hear_interrupts, process
 from fadamgc.cli.main import app
 from fadamgc.experiments.folder import ExperimentFolder
+from fadamgc.methods import algorithms
 
 TINY = """
 name = "tiny"
@@ -89,10 +91,31 @@ def test_help_and_version_say_what_a_stranger_needs():
 def test_list_shows_every_algorithm_with_what_it_sends():
     text = fadamgc("list").stdout
     row = next(line for line in text.splitlines() if re.search(r"\bfadamgc\b", line))
-    assert re.search(r"FAdamGC\W+2\W+1\W+1\W", row)  # x, y down; dx up; and also dy if tracked
-    assert "beta2=0.99" in text
+    assert re.search(r"\W2\W+1\W+1\W", row)  # x, y down; dx up; and also dy if tracked
+    assert "…" not in text
+    for name in algorithms():
+        assert name in text
     for name in ("digits", "scaffold_m", "dirichlet", "vectorized"):
         assert name in text
+
+
+def test_list_shows_an_algorithm_with_its_rule_and_settings():
+    text = fadamgc("list", "fadamgc").stdout
+    assert "FAdamGC" in text
+    assert "beta2=0.99" in text
+    assert "g_hat" in text
+    assert "adamw" in fadamgc("list", "compose").stdout
+    refused = fadamgc("list", "fadam")
+    assert refused.exit_code == 2
+    assert "did you mean" in refused.stderr
+
+
+def test_list_as_json():
+    found = {one["name"]: one for one in json.loads(fadamgc("list", "--json").stdout)}
+    assert tuple(found) == algorithms()
+    assert found["fadamgc"]["vectors"] == {"down": 2, "up": 1, "tracked": 1}
+    assert found["fadamgc"]["settings"]["beta2"] == 0.99
+    assert found["mtgc"]["needs"] == ["all clients", "groups"]
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from functools import partial
 from itertools import chain, count
@@ -9,6 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 from fadamgc.cli.console import DataRoot, argument, option, say, terminal, use_data
 from fadamgc.errors import InputError
@@ -144,34 +148,40 @@ def keep(
 
 
 @app.command("list")
-def list_() -> None:
-    """List algorithms (with settings and traffic), presets, studies, tasks, partitions and executors."""
-    from rich.table import Table
+def list_(
+    name: Annotated[str | None, argument("An algorithm, to show its rule and its settings.")] = None,
+    as_json: Annotated[bool, option("Print the algorithms as JSON.", "--json")] = False,
+) -> None:
+    """List algorithms, presets, studies, tasks, partitions and executors; or show one algorithm.
 
-    from fadamgc.algebra.compose import NAMES, rule_table
+    Example: `fadamgc list fadamgc`
+    """
+    import json
+
     from fadamgc.experiments.spec.sections import EXECUTORS
     from fadamgc.experiments.spec.toml_io import preset, presets
-    from fadamgc.federation.cost import traffic
-    from fadamgc.methods import algorithms, make_algorithm
+    from fadamgc.methods import algorithms
     from fadamgc.paper.study import studies
     from fadamgc.tasks.sections import RUNNABLE, LabelledTask
 
     console = terminal()
+    described = [_described(one) for one in (algorithms() if name is None else [name])]
+    if as_json:
+        print(json.dumps(described, indent=1))
+        return
+    if name is not None:
+        _show_algorithm(console, described[0])
+        return
     table = Table(title="Algorithms: vectors of the model's size between the server and one client per round")
-    for title in ("name", "title", "down", "up", "also up if tracked", "settings and their defaults"):
-        table.add_column(title, justify="right" if "up" in title or title == "down" else "left")
-    for name in algorithms():
-        algorithm = make_algorithm(name)
-        vectors = [round(size / 4000) for size in traffic(algorithm, d=1000)]  # single numbers do not count
-        table.add_row(name, algorithm.title, *map(str, vectors), _settings(algorithm.plain()))
+    for title in ("name", "what it is", "down", "up", "if tracked", "needs"):
+        table.add_column(title, justify="right" if title in ("down", "up", "if tracked") else "left")
+    for one in described:
+        vectors = [str(one["vectors"][key]) for key in ("down", "up", "tracked")]
+        table.add_row(f"[bold]{one['name']}[/]", escape(one["what"]), *vectors, ", ".join(one["needs"]))
     console.print(table)
-    factors = Table("factor", "rule", "settings and their defaults", title="The factors of compose")
-    for kind, rules in NAMES.items():
-        for name, rule in rules.items():
-            factors.add_row(kind, name, _settings(rule_table(kind, rule())))
-    console.print(factors)
-    for name in presets():
-        console.print(f"\npreset [bold]{name}[/]: {preset(name).title}", highlight=False)
+    console.print("fadamgc list NAME shows the rule of an algorithm and its settings\n", highlight=False)
+    for one_preset in presets():
+        console.print(f"preset [bold]{one_preset}[/]: {preset(one_preset).title}", highlight=False)
     for title, names in (
         ("to reproduce", studies()),
         ("tasks", RUNNABLE),
@@ -179,6 +189,46 @@ def list_() -> None:
         ("executors", EXECUTORS),
     ):
         console.print(f"{title}: {', '.join(names)}", highlight=False)
+
+
+def _described(name: str) -> dict[str, Any]:
+    """Return all that `list` says about an algorithm."""
+    from fadamgc.federation.cost import traffic
+    from fadamgc.grouped import GroupedAlgorithm
+    from fadamgc.methods import algorithm_class
+
+    cls = algorithm_class(name)
+    text = (inspect.getdoc(cls) or "no description").strip()
+    described: dict[str, Any] = {"name": name, "title": str(getattr(cls, "title", name)), "text": text}
+    described |= {"what": text.splitlines()[0], "vectors": dict.fromkeys(("down", "up", "tracked"), "?")}
+    described |= {"needs": [], "settings": dict.fromkeys(cls.setting_names(), "?")}
+    try:
+        algorithm = cls()
+    except Exception:  # one that needs arguments
+        return described
+    vectors = [round(size / 4000) for size in traffic(algorithm, d=1000)]  # single numbers do not count
+    everybody = ["all clients"] if algorithm.full_participation else []
+    groups = ["groups"] if isinstance(algorithm, GroupedAlgorithm) else []
+    return described | {
+        "title": algorithm.title,
+        "vectors": dict(zip(("down", "up", "tracked"), vectors, strict=True)),
+        "needs": everybody + groups,
+        "settings": algorithm.plain(),
+    }
+
+
+def _show_algorithm(console: Console, described: Mapping[str, Any]) -> None:
+    from fadamgc.algebra.compose import NAMES, rule_table
+
+    console.print(f"{described['name']}: {described['title']}\n", markup=False, highlight=False)
+    console.print(described["text"], markup=False, highlight=False)
+    console.print(f"\nsettings and their defaults: {_settings(described['settings'])}", markup=False)
+    if described["name"] == "compose":
+        factors = Table("factor", "rule", "settings and their defaults", title="The factors")
+        for kind, rules in NAMES.items():
+            for name, rule in rules.items():
+                factors.add_row(kind, name, _settings(rule_table(kind, rule())))
+        console.print(factors)
 
 
 def _settings(values: Mapping[str, Any]) -> str:
