@@ -53,6 +53,8 @@ def report(
         Literal["mean", "slowest"] | None,
         price("Whether a round takes as long as its mean or its slowest client."),
     ] = None,
+    group_down_mbps: Annotated[float | None, price("Link speed from the server to a group.")] = None,
+    group_up_mbps: Annotated[float | None, price("Link speed from a group to the server.")] = None,
 ) -> None:
     """Make all tables, figures and the page again from saved runs, without running anything.
 
@@ -80,6 +82,7 @@ def report(
         else:
             targets |= {path: target / path.name for path in inside}
     links = {"down_mbps": down_mbps, "up_mbps": up_mbps, "latency": latency}
+    links |= {"group_down_mbps": group_down_mbps, "group_up_mbps": group_up_mbps}
     cost = links | {"seconds_per_step": seconds_per_step, "per_round": per_round}
     for folder, target in targets.items():
         show(write_report(folder, cost, None if out is None else target), target)
