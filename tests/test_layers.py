@@ -28,14 +28,16 @@ ALLOWED = {
     "algebra": {"algorithm"},
     "methods": {"algebra", "algorithm"},
     "optim": {"algorithm"},
-    "task": set(),  # with flat.py
     "data": set(),
+    "task": {"data"},  # with flat.py; Task.split distributes arrays
     "models": set(),
     "tasks": {"data", "models", "task"},
     "federation": {"algorithm", "methods", "task"},
     "sim.executors": {"algorithm", "federation"},
     "sim": {"algorithm", "federation", "sim.executors", "task"},
-    "fadamgc": {"algebra", "algorithm", "federation", "methods", "optim", "sim", "task"},  # the public names
+    "fadamgc": {  # the public names
+        *("algebra", "algorithm", "experiments", "federation", "methods", "optim", "sim", "task"),
+    },
     "trackers": {"sim"},
     "flower": {"algorithm", "federation", "methods", "sim.executors", "task", "tasks"},
     "experiments.spec": {"algorithm", "federation", "methods", "tasks"},
@@ -55,9 +57,9 @@ ALLOWED = {
             "trackers",
         ),
     },
-    "experiments": {  # tune.py and predict.py
+    "experiments": {  # api.py, tune.py and predict.py
         *("experiments.folder", "experiments.report", "experiments.run", "experiments.spec"),
-        *("data", "federation", "models", "tasks"),
+        *("algorithm", "data", "federation", "methods", "models", "task", "tasks"),
     },
     "paper": {
         *("experiments.folder", "experiments.report", "experiments.spec"),

@@ -33,6 +33,7 @@ from fadamgc.optim import ClientOptimizer
 from fadamgc.task import Task
 
 if TYPE_CHECKING:
+    from fadamgc.experiments.api import experiment, report
     from fadamgc.sim.checkpoint import load_run
     from fadamgc.sim.engine import RoundEnd
     from fadamgc.sim.many import simulate_many
@@ -60,8 +61,10 @@ __all__ = [
     "add",
     "compose",
     "correction",
+    "experiment",
     "load_run",
     "local",
+    "report",
     "schedules",
     "server",
     "simulate",
@@ -73,7 +76,9 @@ if not TYPE_CHECKING:
 # Imported when they are first used: a Flower server or a report needs neither the simulator nor data sets.
 _LAZY = {
     "RoundEnd": "fadamgc.sim.engine",
+    "experiment": "fadamgc.experiments.api",
     "load_run": "fadamgc.sim.checkpoint",
+    "report": "fadamgc.experiments.api",
     "simulate": "fadamgc.sim.simulate",
     "simulate_many": "fadamgc.sim.many",
 }

@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ from fadamgc.errors import InputError, cut, nearest, shown
 _folders: list[str] = []  # in addition to the working folder: the folders of specs
 _imported: list[str] = []  # modules and files, in the order in which they were imported
 
+
+_provided: dict[str, Any] = {}  # objects of this process that no other process can import
 
 _trusted: ContextVar[bool] = ContextVar("trusted", default=True)
 
@@ -35,12 +37,27 @@ def is_trusted() -> bool:
     return _trusted.get()
 
 
+def provide(reference: str, value: Any) -> None:
+    """Let ``load_object`` find an object that is not in a module, such as one of a notebook."""
+    _provided[reference] = value
+
+
+def is_importable(value: Any) -> bool:
+    """Whether another process can import a function or a class by its name."""
+    module, name = getattr(value, "__module__", "__main__"), getattr(value, "__qualname__", "<>")
+    if module == "__main__" or not str(name).isidentifier():
+        return False
+    return getattr(sys.modules.get(module), name, None) is value
+
+
 def load_object(reference: str) -> Any:
     """Import a module or a file, and return an object in it.
 
     A file is imported once per process, under the name of the file. It is looked for in the working folder,
     then in the folder of the spec. A name that is not trusted must be in a module that is imported already.
     """
+    if reference in _provided:
+        return _provided[reference]
     place, name = _parts(reference)
     if is_trusted():
         return _named(load_module(place), place, name)
@@ -58,6 +75,16 @@ def load_module(place: str) -> Any:
     return module
 
 
+def find_file(place: str) -> Path:
+    """Return the path of a file, which is in the working folder or in the folder of the spec."""
+    places = [Path(folder) / place for folder in ("", *_folders)]
+    path = next((path for path in places if path.is_file()), None)
+    if path is None:
+        also = f" here or in {', '.join(_folders)}" if _folders and not Path(place).is_absolute() else ""
+        raise InputError(f"there is no file {place!r}{also}")
+    return path
+
+
 def look_in(folder: Path) -> None:
     """Look for files and modules in this folder, too."""
     if (path := str(folder.resolve())) not in _folders:
@@ -70,11 +97,12 @@ def imports() -> tuple[list[str], list[str]]:
 
 
 def import_again(folders: list[str], imported: list[str]) -> None:
-    """Import what another process has imported."""
+    """Import what another process has imported; what is gone since then may not be needed."""
     for folder in folders:
         look_in(Path(folder))
     for place in imported:
-        load_module(place)
+        with suppress(InputError):
+            load_module(place)
 
 
 def _parts(reference: str) -> tuple[str, str]:
@@ -119,11 +147,7 @@ def hidden_module(path: Path) -> str | None:
 
 
 def _from_file(place: str) -> Any:
-    places = [Path(folder) / place for folder in ("", *_folders)]
-    path = next((path for path in places if path.is_file()), None)
-    if path is None:
-        also = f" here or in {', '.join(_folders)}" if _folders and not Path(place).is_absolute() else ""
-        raise InputError(f"there is no file {place!r}{also}")
+    path = find_file(place)
     name = path.stem
     known = sys.modules.get(name)
     if known is not None and Path(getattr(known, "__file__", None) or "").resolve() == path.resolve():

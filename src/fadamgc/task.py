@@ -101,6 +101,48 @@ class Task:
                 stacklevel=3,
             )
 
+    @classmethod
+    def split(
+        cls,
+        model: nn.Module,
+        loss: Loss,
+        X: Any,
+        y: Any,
+        clients: int | Any = 100,
+        alpha: float | None = None,
+        test: float | Pair = 0.2,
+        seed: int = 0,
+        min_size: int = 1,
+        **options: Any,
+    ) -> Task:
+        """Make a task from arrays: hold out test data, and distribute the rest to clients.
+
+        Args:
+            model: the model.
+            loss: the loss.
+            X: inputs, one entry per sample; an array or a tensor.
+            y: targets.
+            clients: number of clients; or the client of each sample, such as a person or a device.
+            alpha: concentration of the Dirichlet distribution of labels; small is skewed. None is 0.1 for
+                labels; for any other targets, and with ``math.inf``, samples are distributed at random.
+            test: share of the samples (of each client, if ``clients`` says whose they are) to hold out, or
+                test data, a pair.
+            seed: seed of the split.
+            min_size: least number of samples of a client.
+            options: further arguments of Task.
+
+        Example:
+            >>> import fadamgc, torch
+            >>> X, y = torch.randn(600, 4), torch.arange(600) % 3
+            >>> loss = torch.nn.functional.cross_entropy
+            >>> fadamgc.Task.split(torch.nn.Linear(4, 3), loss, X, y, clients=10, alpha=0.5)
+            Task('task', model=Linear, clients=10, samples=480)
+        """
+        from fadamgc.data.split import split
+
+        pairs, test_pair = split(X, y, clients, alpha, test, seed, min_size)
+        return cls(model, loss, pairs, test_pair, **options)
+
     def __repr__(self) -> str:
         samples = sum(len(x) for x, _ in self.pairs)
         return f"Task({self.name!r}, model={type(self.model).__name__}, clients={self.n}, samples={samples})"

@@ -69,7 +69,7 @@ REFUSED = {
     "key of another task": ("hidden = [16]", "dim = 8", "[task] with data='digits' has no key 'dim'"),
     "unknown section": ("[cost]", "[costs]", "there is no key or section 'costs'; did you mean 'cost'?"),
     "unknown data": ('"digits"', '"digts"', "[task] data='digts' is not accepted; it must be one of 'digits', 'cifar10', 'cifar100', 'tiny-imagenet', 'uci_har', '20_newsgroups', 'glue/sst2', 'glue/qnli', 'glue/qqp', 'quadratics', 'linear_regression'; did you mean 'digits'?"),
-    "a file": ('"digits"', '"reviews.csv"', "'linear_regression'; for your own texts, use fadamgc.tasks.text in Python"),
+    "a file": ('"digits"', '"reviews.csv"', "[task] with data='reviews.csv' needs the key 'target'"),
     "data that are no name": ('"digits"', '["digits"]', "[task] data=('digits',) is not accepted"),
     "no data": ('data = "digits"', "", "[task] needs the key 'data'"),
     "no rounds": ("rounds = 3", "", "[run] needs the key 'rounds'"),

@@ -7,6 +7,7 @@ to exactly one client. The same arguments give the same partition.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,15 @@ class Partition:
     """For each client, the sorted positions of its samples."""
     note: str
     """How the samples were assigned, for reports and plots."""
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __iter__(self) -> Iterator[IntArray]:
+        return iter(self.indices)
+
+    def __getitem__(self, client: int) -> IntArray:
+        return self.indices[client]
 
     def sizes(self) -> IntArray:
         """Return the number of samples of every client, (clients,)."""

@@ -64,6 +64,8 @@ class PlannedRun:
                 table = {"data": "custom", "clients": run.clients.n, "measure": shown.get("measure", measure)}
                 shared = set(RunSpec.model_fields) - {"executor", "dtype"}
                 common = {key: value for key, value in settings.items() if key in shared}
+                if isinstance(common.get("local_steps"), str):  # the name of a function
+                    common["local_steps"] = max(w for r in run.history for w in r.work[-1].steps)
                 identity = {"task": table, "run": common, "method": settings}
             seed, algorithm = settings["seed"], settings["algorithm"]
             run_table = identity["run"] | {"seeds": [seed], "target": settings.get("target")}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeAlias, assert_never
+from typing import Any, TypeAlias, assert_never
 
 import numpy as np
 import torch
@@ -22,14 +22,18 @@ from fadamgc.errors import InputError, cut
 from fadamgc.models import ImageInput, cnn1d, convnet, mlp, resnet8, resnet18
 from fadamgc.runtime import seeded
 from fadamgc.task import Pair, Task
+from fadamgc.tasks import own
+from fadamgc.tasks.own import Labels
 from fadamgc.tasks.sections import (
     CustomTask,
     DigitsTask,
+    FunctionTask,
     HarTask,
     ImagesTask,
     LabelledTask,
     LinearRegressionTask,
     QuadraticsTask,
+    TableTask,
     TaskSpec,
     TextTask,
 )
@@ -54,10 +58,26 @@ def build_task(spec: TaskSpec, seed: int, validation: float = 0.0) -> Task:
             return _texts(spec, seed, validation)
         case QuadraticsTask() | LinearRegressionTask():
             return _least_squares(spec, seed)
+        case FunctionTask():
+            return own.function_task(spec, seed, validation)
+        case TableTask():
+            return own.table_task(spec, seed, validation, partition)
         case CustomTask():
             raise InputError("[task] data='custom' is a task of another program, which cannot be run here")
         case _:
             assert_never(spec)
+
+
+def completed(spec: TaskSpec) -> TaskSpec:
+    """Return the section with the number of clients and the metric of a task of one's own."""
+    if isinstance(spec, TableTask) and spec.client is not None:
+        owner = own.read_table(spec).owner
+        assert owner is not None
+        return spec.model_copy(update={"clients": len(np.unique(owner.astype(str)))})
+    if isinstance(spec, FunctionTask) and not (spec.clients and spec.measure):
+        task = build_task(spec, seed=0)
+        return spec.model_copy(update={"clients": task.n, "measure": spec.measure or own.measure_of(task)})
+    return spec
 
 
 def synthetic(spec: QuadraticsTask | LinearRegressionTask, seed: int) -> Synthetic:
@@ -75,13 +95,6 @@ def partition(spec: LabelledTask, labels: Tensor, seed: int) -> Partition:
     return parts
 
 
-class Labels(NamedTuple):
-    """How the labels are distributed to clients."""
-
-    counts: Any  # (clients, classes): number of samples
-    note: str  # how the samples were assigned
-
-
 def label_counts(spec: TaskSpec, seed: int) -> Labels | None:
     """Count the labels of the train data per client; None if the task has no labels."""
     match spec:
@@ -91,6 +104,10 @@ def label_counts(spec: TaskSpec, seed: int) -> Labels | None:
             labels = _subset(images.load(spec.data, "train", shrink=spec.shrink).y, spec.train_samples)
         case TextTask():
             labels = _subset(texts.load(spec.data, "train").y, spec.train_samples)
+        case TableTask():
+            return own.table_labels(spec, seed, partition)
+        case FunctionTask():
+            return own.task_labels(spec, seed)
         case HarTask():
             data = har.load()
             parts = natural(data.subject[~data.is_test])

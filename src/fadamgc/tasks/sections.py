@@ -169,6 +169,56 @@ class LinearRegressionTask(LeastSquaresTask):
     noise: NonNegative = 0.1
 
 
+class FunctionTask(Section):
+    """A function of the user's own that returns a Task: ``my_module:make_task``, ``my_file.py:make_task``.
+
+    It is called as ``make_task(seed=..., validation=..., **options)``, with the arguments that it has.
+    """
+
+    data: Annotated[str, Field(pattern=r"^.+:\w+$")]
+    clients: Annotated[int, Field(ge=0)] = 0  # 0: as many as the task has
+    measure: Line | None = None  # name of the metric; None: the task's
+    options: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def metric(self) -> str:
+        """The name of the measure."""
+        return self.measure or "metric"
+
+
+TABLES = (".csv", ".parquet", ".npz")
+
+
+class TableTask(LabelledTask):
+    """A table in a file of the user's own; a column is the target, and perhaps another one the client."""
+
+    data: Annotated[str, Field(pattern=r"(?i)\.(csv|parquet|npz)$")]
+    target: Annotated[str, Field(min_length=1)]
+    features: Annotated[tuple[str, ...], Field(min_length=1)] | None = None  # None: all other columns, or "X"
+    client: str | None = None  # the column that says whose row it is; None: a partition
+    kind: Literal["classification", "regression"] = "classification"
+    test: Annotated[float, Field(gt=0, lt=1)] | str = (
+        0.2  # share of the rows that is held out, or another file
+    )
+    model: Literal["mlp"] = "mlp"
+    hidden: tuple[Count, ...] = (64,)  # empty: a linear model
+    clients: Count = 10
+
+    @property
+    def metric(self) -> str:  # type: ignore[override]
+        """The name of the metric."""
+        return "accuracy" if self.kind == "classification" else "mean squared error"
+
+    @model_validator(mode="after")
+    def _check_kind(self) -> TableTask:
+        if self.kind == "regression" and self.client is None and self.partition != "iid":
+            raise ValueError(
+                f"partition='{self.partition}' needs classes; for a regression give partition = \"iid\" or "
+                "the column of the client"
+            )
+        return self
+
+
 class CustomTask(Section):
     """The task of another program, such as a federation; its runs can be reported on, but not repeated."""
 
@@ -183,7 +233,15 @@ class CustomTask(Section):
 
 
 TaskSpec: TypeAlias = (
-    DigitsTask | ImagesTask | HarTask | TextTask | QuadraticsTask | LinearRegressionTask | CustomTask
+    DigitsTask
+    | ImagesTask
+    | HarTask
+    | TextTask
+    | QuadraticsTask
+    | LinearRegressionTask
+    | CustomTask
+    | FunctionTask
+    | TableTask
 )
 TASKS: dict[str, type[TaskSpec]] = {
     name: kind for kind in get_args(TaskSpec) for name in get_args(kind.model_fields["data"].annotation)
@@ -198,9 +256,15 @@ def task_spec(**table: Any) -> TaskSpec:
     if "data" not in table:
         raise InputError(f"[task] needs the key 'data', one of {names}")
     data = table["data"]
+    place = f"[task] with data={shown(data)}"
+    if isinstance(data, str) and data.lower().endswith(TABLES):
+        return TableTask.from_table(table, place)
+    if isinstance(data, str) and ":" in data:
+        return FunctionTask.from_table(table, place)
     if not isinstance(data, str) or data not in TASKS:
         hint = nearest(data, RUNNABLE) if isinstance(data, str) else ""
-        if isinstance(data, str) and data.lower().endswith((".csv", ".parquet")):
-            hint = "; for your own texts, use fadamgc.tasks.text in Python"
-        raise InputError(f"[task] data={shown(data)} is not accepted; it must be one of {names}{hint}")
-    return TASKS[data].from_table(table, f"[task] with data='{data}'")
+        raise InputError(
+            f"[task] data={shown(data)} is not accepted; it must be one of {names}{hint}, a table such as "
+            "'my_data.csv', or a function such as 'my_module:make_task'"
+        )
+    return TASKS[data].from_table(table, place)

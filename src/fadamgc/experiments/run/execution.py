@@ -81,10 +81,10 @@ class TaskCache:
 
     def task(self, planned: PlannedRun) -> Task:
         """Return the task of a run."""
-        key = (planned.task, planned.seed, planned.validation)
+        key = (repr(planned.task), planned.seed, planned.validation)
         if key in self._tasks:
             return self._tasks[key][0]
-        task = build_task(*key)
+        task = build_task(planned.task, planned.seed, planned.validation)
         size = _bytes(chain(task.model.parameters(), task.model.buffers(), *task.pairs, task.test_pair or ()))
         while self._tasks and sum(s for _, s in self._tasks.values()) + size > self.limit:
             del self._tasks[next(iter(self._tasks))]

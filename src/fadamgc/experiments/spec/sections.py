@@ -32,7 +32,7 @@ from fadamgc.section import (
     Seeds,
     StepSizes,
 )
-from fadamgc.tasks.sections import TaskSpec
+from fadamgc.tasks.sections import LeastSquaresTask, TaskSpec
 from fadamgc.toml import toml_table
 
 STEPS = ("eta_l", "eta_g")  # the step sizes, which tuning chooses
@@ -182,7 +182,7 @@ class Spec(Section):
 
     name: Annotated[str, AfterValidator(folder_name)] = "experiment"
     title: Line | None = None
-    task: TaskSpec = Field(discriminator="data")
+    task: TaskSpec
     run: RunSpec
     cost: CostSpec = CostSpec()
     tune: TuneSpec | None = None
@@ -208,7 +208,7 @@ class Spec(Section):
                 if (
                     key not in ("seeds", "groups")
                     and isinstance(value, tuple)
-                    and len(value) != self.task.clients
+                    and len(value) != (self.task.clients or len(value))
                 ):
                     raise ValueError(
                         f"{place} {key} has {len(value)} entries; "
@@ -219,7 +219,7 @@ class Spec(Section):
             raise ValueError(
                 f"[run] target={target!r} is not accepted; accuracy goes from 0 to 1, 0.9 is 90 %"
             )
-        if target is not None and metric != "accuracy" and target <= 0:
+        if target is not None and isinstance(self.task, LeastSquaresTask) and target <= 0:
             raise ValueError(f"[run] target={target!r} is out of reach; {metric} is above 0")
         return self
 

@@ -15,7 +15,7 @@ from fadamgc.experiments.spec.sections import CostSpec, MethodSpec, RunSpec, Spe
 from fadamgc.loading import is_trusted, look_in
 from fadamgc.methods import algorithm_class, make_algorithm
 from fadamgc.section import Section
-from fadamgc.tasks.sections import CustomTask, task_spec
+from fadamgc.tasks.sections import CustomTask, FunctionTask, TableTask, TaskSpec, task_spec
 from fadamgc.toml import frozen, parse_toml
 
 T = TypeVar("T")
@@ -105,7 +105,7 @@ def spec_of(tables: dict[str, Any]) -> Spec:
     problems += [f"there is no section [{key}]" for key in ("task", "run") if key not in tables]
     parts: dict[str, Any] = {key: tables[key] for key in ("name", "title") if key in tables}
     if "task" in tables:
-        parts["task"] = attempt(lambda: task_spec(**tables["task"]))
+        parts["task"] = attempt(lambda: _completed(task_spec(**tables["task"])))
     for key, section in SECTIONS.items():
         if key in tables:
             parts[key] = attempt(section.from_table, tables[key], f"[{key}]")
@@ -114,6 +114,14 @@ def spec_of(tables: dict[str, Any]) -> Spec:
     if problems:
         raise InputError("\n".join(problems))
     return Spec.from_table(parts | {"methods": tuple(methods)}, "")
+
+
+def _completed(task: TaskSpec) -> TaskSpec:
+    if not (is_trusted() and isinstance(task, FunctionTask | TableTask)):
+        return task
+    from fadamgc.tasks.build import completed  # which imports models
+
+    return completed(task)
 
 
 def _method(table: dict[str, Any], number: int, custom: bool) -> MethodSpec:
