@@ -83,7 +83,7 @@ ALLOWED = {
     "__main__": {"cli"},
 }
 ROOM_OF = {"rules": "algorithm", "flat": "task", "experiments.planned_run": "experiments.folder"}
-ROOM_OF |= {"grouped": "algorithm", "hook": "optim", "pieces": "optim"}
+ROOM_OF |= {"grouped": "algorithm", "metrics": "task", "hook": "optim", "pieces": "optim"}
 
 
 def room_of(module: str) -> str:

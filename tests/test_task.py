@@ -248,9 +248,9 @@ def test_parts_of_the_package_can_be_used_without_importing_them():
 
 def test_accuracy_needs_classes():
     for model, loss, y in (
-        (nn.Linear(5, 1), half_squared_error, ONES),
-        (nn.Linear(5, 1), lambda o, y: F.binary_cross_entropy_with_logits(o[:, 0], y.float()), Y),
-        (nn.Sequential(nn.Linear(5, 1), nn.Flatten(0)), half_squared_error, ONES[:, 0]),
+        (nn.Linear(5, 1), half_squared_error, 0.5 * ONES),
+        (nn.Linear(5, 1), lambda o, y: F.binary_cross_entropy_with_logits(o[:, 0], y.float()), Y + 2),
+        (nn.Sequential(nn.Linear(5, 1), nn.Flatten(0)), half_squared_error, 0.5 * ONES[:, 0]),
     ):
         fadamgc.Task(model, loss, [(X, y)])  # nothing to evaluate, nothing to refuse
         fadamgc.Task(model, loss, [(X, y)], (X, y), metric="loss")

@@ -82,7 +82,7 @@ _LAZY = {
     "simulate": "fadamgc.sim.simulate",
     "simulate_many": "fadamgc.sim.many",
 }
-_LAZY_MODULES = ("data", "models", "tasks", "trackers")
+_LAZY_MODULES = ("data", "metrics", "models", "tasks", "trackers")
 
 
 def __getattr__(name: str) -> Any:

@@ -16,6 +16,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from fadamgc.errors import InputError, listed, nearest, not_accepted, reason, shown
 from fadamgc.flat import Flat
+from fadamgc.metrics import has_classes
 
 Pair: TypeAlias = tuple[Tensor, Tensor]
 Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
@@ -39,7 +40,8 @@ class Task:
             values (a warning says so). Put the augmentation into the model, as a layer that draws random
             numbers in training mode (such as ``fadamgc.models.ImageInput`` for images).
         test: the test data, a pair or a Dataset as well; None for no evaluation.
-        metric: "accuracy", "loss", or a function ``metric(output, target)`` that returns a number.
+        metric: "accuracy", "loss", or a function ``metric(output, target)`` that returns a number, or a dict
+            of named numbers, the first of which is the metric; ``fadamgc.metrics`` has some.
         goal: "max" if larger values of the metric are better, "min" if smaller ones are; None is "min" for
             the metric "loss" and "max" for all others.
         name: the name in reports.
@@ -224,10 +226,10 @@ class Task:
             )
         if not loss.requires_grad:
             raise InputError("loss does not depend on the model's trainable parameters, or was detached")
-        classes = output.ndim > 1 and output.shape[1] > 1 and y.shape[1:] == output.shape[2:]
-        if self.metric == "accuracy" and self.test is not None and (not classes or y.is_floating_point()):
+        if self.metric == "accuracy" and self.test is not None and not has_classes(output, y):
             raise InputError(
-                "metric='accuracy' needs whole-number targets and one output per class; here outputs have "
+                "metric='accuracy' needs whole-number targets and one output per class, or one logit with "
+                "targets 0 and 1; here outputs have "
                 f"shape {tuple(output.shape[1:])} per sample, targets {tuple(y.shape[1:])} of {y.dtype}: "
                 "give metric='loss' or a function"
             )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from fadamgc.federation.client_data import ClientData
 from fadamgc.federation.sampling import EVALUATION, GRADIENT, torch_seed
 from fadamgc.federation.traits import changing_buffers
 from fadamgc.flat import Flat
+from fadamgc.metrics import accuracy
 from fadamgc.runtime import seeded
 from fadamgc.task import Task, cast
 
@@ -135,8 +137,11 @@ class TaskFunctions:
         return total
 
     @torch.no_grad()
-    def evaluate(self, x: Tensor, buffers: Buffers, seed: int, t: int) -> dict[str, float]:
-        """Return loss, accuracy (if it is the metric) and metric on the test data; {} without test data."""
+    def evaluate(self, x: Tensor, buffers: Buffers, seed: int, t: int) -> dict[str, Any]:
+        """Return loss, accuracy (if it is the metric) and metric on the test data; {} without test data.
+
+        If the metric has several named numbers, they are ``metrics``, and the first is the metric.
+        """
         if self.test is None:
             return {}
         inputs, targets = self.test
@@ -146,14 +151,20 @@ class TaskFunctions:
         if not callable(metric):
             if metric == "loss":
                 return {"test_loss": loss, "test_metric": loss}
-            accuracy = float((output.argmax(dim=1) == targets).double().mean())
-            return {"test_loss": loss, "test_accuracy": accuracy, "test_metric": accuracy}
+            share = accuracy(output, targets)
+            return {"test_loss": loss, "test_accuracy": share, "test_metric": share}
         try:
-            return {"test_loss": loss, "test_metric": float(metric(output, targets))}
+            value = metric(output, targets)
+            if not isinstance(value, Mapping):
+                return {"test_loss": loss, "test_metric": float(value)}
+            named = {str(name): float(number) for name, number in value.items()}
+            first = next(iter(named.values()))
+            found = {"test_loss": loss, "test_metric": first, "metrics": named}
+            return found | ({"test_accuracy": named["accuracy"]} if "accuracy" in named else {})
         except Exception as error:
             raise InputError(
-                f"metric={metric!r} must return a number for outputs of shape {tuple(output.shape)} and "
-                f"targets of shape {tuple(targets.shape)}: {reason(error)}"
+                f"metric={metric!r} must return a number, or a dict of named numbers, for outputs of shape "
+                f"{tuple(output.shape)} and targets of shape {tuple(targets.shape)}: {reason(error)}"
             ) from error
 
     @torch.no_grad()

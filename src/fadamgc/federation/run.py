@@ -55,6 +55,7 @@ class Record:
     tracked: tuple[int, ...] = ()
     dropped: tuple[int, ...] = ()  # sampled, but their update was not finite
     absent: tuple[int, ...] = ()  # sampled, but they did not answer, or not in time
+    metrics: dict[str, float] = field(default_factory=dict)  # all numbers of a metric that has several
     work: tuple[Work, ...] = field(default=(), repr=False)
 
     def priced(self, cost: CostModel) -> Record:
@@ -70,7 +71,7 @@ class Record:
             | ({} if w.deadline is None else {"deadline": w.deadline})
             for w in self.work
         ]
-        return plain
+        return plain if self.metrics else {k: v for k, v in plain.items() if k != "metrics"}
 
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> Record:
@@ -86,6 +87,7 @@ class Record:
                 values[name] = float(values[name])
         for name in ("simulated_seconds", "wall_seconds"):
             values[name] = float(values[name])
+        values["metrics"] = {str(name): float(v) for name, v in values.get("metrics", {}).items()}
         return cls(**values)
 
 
@@ -190,8 +192,10 @@ class Run:
         """Return the history as a table, one row per round."""
         import pandas as pd
 
-        names = [f.name for f in dataclasses.fields(Record) if f.name != "work"]
-        return pd.DataFrame([{name: getattr(r, name) for name in names} for r in self.history], columns=names)
+        names = [f.name for f in dataclasses.fields(Record) if f.name not in ("work", "metrics")]
+        more = list(dict.fromkeys(name for r in self.history for name in r.metrics))
+        rows = [{name: getattr(r, name) for name in names} | r.metrics for r in self.history]
+        return pd.DataFrame(rows, columns=[*names, *more])
 
     def save(self, path: str | Path, *, states: bool = True) -> None:
         """Write the run into a folder, replacing an earlier run; ``load_run`` reads it back.

@@ -151,7 +151,7 @@ class Federation:
         cohort = Cohort(n=self.n, S=sums.S, K=sums.steps / sums.S, t=self.t + 1)
         return ServerState(self.algorithm.aggregate(server, sums.up, cohort), sums.mean_buffers(buffers))
 
-    def evaluate(self, state: ServerState) -> dict[str, float]:
+    def evaluate(self, state: ServerState) -> dict[str, Any]:
         """Return the evaluation of the next round; {} if that round is not evaluated."""
         t, s = self.t + 1, self.settings
         if t % s.eval_every and t != s.rounds:
@@ -166,7 +166,7 @@ class Federation:
         self,
         draw: Draw,
         sums: Sums,
-        evaluation: Mapping[str, float],
+        evaluation: Mapping[str, Any],
         steps: Sequence[int],
         seconds: float,
         dropped: Collection[int] = (),
@@ -199,6 +199,7 @@ class Federation:
             tracked=draw.tracked,
             dropped=tuple(dropped),
             absent=tuple(absent),
+            metrics=dict(evaluation.get("metrics", {})),
             work=work,
         )
 

@@ -109,6 +109,7 @@ class Checkpoint:
         if done and done < settings.rounds and done % settings.eval_every:
             # It was evaluated because it was the last round; a run without a stop has no evaluation there.
             none: dict[str, Any] = dict.fromkeys(("test_loss", "test_accuracy", "test_metric"))
+            none["metrics"] = {}
             saved.history[-1] = dataclasses.replace(saved.history[-1], **none)
             self._rounds = min(self._rounds, done - 1)
         return saved
