@@ -57,9 +57,9 @@ ALLOWED = {
             "trackers",
         ),
     },
-    "experiments": {  # api.py, tune.py and predict.py
+    "experiments": {  # api.py, export.py, tune.py and predict.py
         *("experiments.folder", "experiments.report", "experiments.run", "experiments.spec"),
-        *("algorithm", "data", "federation", "methods", "models", "task", "tasks"),
+        *("algorithm", "data", "federation", "methods", "models", "sim", "task", "tasks"),
     },
     "paper": {
         *("experiments.folder", "experiments.report", "experiments.spec"),

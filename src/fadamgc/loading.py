@@ -86,9 +86,10 @@ def find_file(place: str) -> Path:
 
 
 def look_in(folder: Path) -> None:
-    """Look for files and modules in this folder, too."""
-    if (path := str(folder.resolve())) not in _folders:
-        _folders.append(path)
+    """Look for files and modules in this folder, too; before those that were named earlier."""
+    if (path := str(folder.resolve())) in _folders:
+        _folders.remove(path)
+    _folders.insert(0, path)
 
 
 def imports() -> tuple[list[str], list[str]]:
@@ -98,7 +99,7 @@ def imports() -> tuple[list[str], list[str]]:
 
 def import_again(folders: list[str], imported: list[str]) -> None:
     """Import what another process has imported; what is gone since then may not be needed."""
-    for folder in folders:
+    for folder in reversed(folders):
         look_in(Path(folder))
     for place in imported:
         with suppress(InputError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -41,6 +41,10 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the experi
 Track = Annotated[
     str, typer.Option(help="Track the runs with tensorboard or mlflow, or both, separated by a comma.")
 ]
+SaveModels = Annotated[
+    Literal["last", "best"] | None,
+    option("Keep the model of each run, of the last or the best round.", default="no models"),
+]
 Tune = Annotated[
     bool, typer.Option("--tune", help="First choose the step sizes from the spec's grid; takes much longer.")
 ]
@@ -63,6 +67,7 @@ def compare(
     overwrite: Overwrite = False,
     data_root: DataRoot = None,
     track: Track = "",
+    save_models: SaveModels = None,
 ) -> None:
     """Compare methods: rounds and simulated minutes to a target accuracy, over several seeds.
 
@@ -79,7 +84,7 @@ def compare(
 
     _prepare(data_root, track)
     spec = _adjusted(preset_named(preset), seed, seeds, rounds, methods)
-    _run_and_report(spec, out, tune, workers, quiet, resume, overwrite)
+    _run_and_report(spec, out, tune, workers, quiet, resume, overwrite, save_models)
 
 
 @app.command()
@@ -97,6 +102,7 @@ def run(
     overwrite: Overwrite = False,
     data_root: DataRoot = None,
     track: Track = "",
+    save_models: SaveModels = None,
 ) -> None:
     """Run your own experiment from a TOML file.
 
@@ -113,7 +119,7 @@ def run(
     _prepare(data_root, track)
     experiment = _adjusted(load_spec(spec), seed, seeds, rounds, methods)
     folder = out or Path("out", experiment.name)
-    _run_and_report(experiment, folder, tune, workers, quiet, resume, overwrite)
+    _run_and_report(experiment, folder, tune, workers, quiet, resume, overwrite, save_models)
 
 
 @app.command()
@@ -140,6 +146,7 @@ def reproduce(
     overwrite: Overwrite = False,
     data_root: DataRoot = None,
     track: Track = "",
+    save_models: SaveModels = None,
 ) -> None:
     """Run one of the paper's studies, on real data.
 
@@ -172,7 +179,7 @@ def reproduce(
         has_steps = all("eta_l" in method.hyperparameters for method in spec.methods)
         search = (not has_steps if tune is None else tune) and spec.tune is not None and tuned is None
         target = folder if single else folder / spec.name
-        results = _run_and_report(spec, target, search, workers, quiet, resume, overwrite)
+        results = _run_and_report(spec, target, search, workers, quiet, resume, overwrite, save_models)
         if study.tune_on == member.name:
             tuned = results.spec
     if not single:
@@ -235,7 +242,14 @@ def _adjusted(
 
 
 def _run_and_report(
-    spec: Spec, out: Path, tune: bool, workers: int | None, quiet: bool, resume: bool, overwrite: bool
+    spec: Spec,
+    out: Path,
+    tune: bool,
+    workers: int | None,
+    quiet: bool,
+    resume: bool,
+    overwrite: bool,
+    save_models: Literal["last", "best"] | None,
 ) -> Results:
     """Run an experiment, with ``tune`` after choosing its step sizes, and print its table."""
     from fadamgc.experiments.folder import ExperimentFolder
@@ -245,7 +259,7 @@ def _run_and_report(
 
     began = time.perf_counter()
     folder = ExperimentFolder(out)
-    runner = Runner(workers, quiet)
+    runner = Runner(workers, quiet, save_models)
     runner.check(folder.plan(spec))  # before the folder is made
     if tune:
         runner.check(tuning_plan(spec, out))

@@ -111,6 +111,32 @@ def _targets(folders: list[Path], out: Path | None) -> dict[Path, Path]:
 
 
 @app.command()
+def export(
+    folder: Annotated[Path, argument("A run (OUT/runs/NAME), a checkpoint, or a Flower server's folder.")],
+    to: Annotated[Path, option("File to write, .safetensors or .pt.", "--to")] = Path("model.safetensors"),
+    which: Annotated[
+        Literal["last", "best"], typer.Option(help="The model after the last, or of the best round.")
+    ] = "last",
+    task: Annotated[
+        str | None,
+        option("my_module:make_task, if the folder does not say how its model is made.", default="the run's"),
+    ] = None,
+) -> None:
+    """Write the trained model of a folder as a state_dict.
+
+    A run keeps its model if it was run with --save-models; a checkpoint and a server always have it.
+
+    Examples:
+
+    - `fadamgc export out/compare/runs/fadamgc-seed0 --to model.safetensors`
+    - `fadamgc export my_checkpoint --task my_module.py:make_task --to model.pt`
+    """
+    from fadamgc.experiments.export import export as write_model
+
+    print(printable(write_model(folder, to, which, task)))
+
+
+@app.command()
 def predict(
     run: Annotated[Path, argument("A run on texts: OUT/runs/NAME.")],
     text: Annotated[str, argument("The text to classify.")],

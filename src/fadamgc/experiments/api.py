@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from fadamgc.algorithm import Algorithm, AnyAlgorithm
 from fadamgc.bundle import tensor_bytes
@@ -46,6 +46,7 @@ def experiment(
     resume: bool = False,
     overwrite: bool = False,
     progress: bool = True,
+    save_models: Literal["last", "best"] | None = None,
     **settings: Any,
 ) -> Results:
     """Compare methods on a task of your own: runs, tables, figures and the page, in one folder.
@@ -71,6 +72,7 @@ def experiment(
         resume: keep the saved runs in the folder that have the same settings.
         overwrite: remove the experiment in the folder.
         progress: show the progress on stderr.
+        save_models: whether each run leaves its "last" or its "best" model, as model.safetensors.
         settings: further keys of the [run] section, as for ``simulate``: sampled, local_steps, target, ...
 
     Returns:
@@ -104,8 +106,11 @@ def experiment(
         tune=None if tune is None else TuneSpec.from_table(frozen(dict(tune)), "[tune]"),
         methods=tuple(_method(label, algorithm) for label, algorithm in _labelled(methods)),
     )
-    folder, runner = ExperimentFolder(out), Runner(workers, quiet=not progress)
-    runner.check([*(() if tune is None else tuning_plan(spec, out)), *folder.plan(spec)])
+    folder = ExperimentFolder(out)
+    runner = Runner(workers, quiet=not progress, save_models=save_models)
+    runner.check(folder.plan(spec))
+    if tune is not None:
+        runner.check(tuning_plan(spec, out))
     with folder.lock():
         if tune is not None:
             open_folder(folder, spec, resume, overwrite, tuned=True)

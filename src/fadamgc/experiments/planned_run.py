@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from fadamgc.algorithm import AnyAlgorithm
 from fadamgc.bundle import has_bundle
@@ -20,6 +20,7 @@ from fadamgc.toml import frozen
 # In the folder of a run.
 RECORDS = ("run.json", "run.json.gz")  # the record of a finished run, plain or compressed
 DIVERGED_RECORD = "diverged.json"  # why a run stopped whose update was not finite
+MODEL = "model.safetensors"  # the trained model, if it was asked for
 ADAPTER = "adapter"  # of a run on texts, in peft's format
 CHECKPOINT = "checkpoint"  # while the run is not finished
 
@@ -40,6 +41,7 @@ class PlannedRun:
     folder: Path
     validation: float = 0.0  # above 0: evaluated on held-out train data
     detail: str = ""  # distinguishes runs of the same method and seed in messages
+    save_model: Literal["last", "best"] | None = None  # which model the run leaves in its folder
 
     @classmethod
     def of(cls, spec: Spec, method: MethodSpec, seed: int, folder: Path) -> PlannedRun:

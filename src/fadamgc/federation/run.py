@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import io
 import math
 import platform
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
+from safetensors.torch import save_model
 from torch import Tensor, nn
 
 from fadamgc.algorithm import AnyAlgorithm, example
 from fadamgc.bundle import LazyTensor, read_bundle, write_bundle
-from fadamgc.errors import CheckpointError, FadamgcError, InputError, cut, shown, whole
+from fadamgc.errors import CheckpointError, FadamgcError, InputError, cut, not_accepted, shown, whole
 from fadamgc.federation.client_states import ClientStates
 from fadamgc.federation.cost import WORK_COLUMNS, CostModel, Work
 from fadamgc.federation.functions import Buffers
+from fadamgc.files import write_atomic
 from fadamgc.flat import Flat
 from fadamgc.hyperparameters import with_schedules
 from fadamgc.loading import untrusted
@@ -115,6 +119,16 @@ def _lengthen(column: Any, length: int) -> tuple[int, ...]:
     return values
 
 
+@dataclass(frozen=True, eq=False)
+class Best:
+    """The model of the round with the best metric, of a run with ``keep="best"``."""
+
+    round: int
+    metric: float
+    x: Tensor = field(repr=False)
+    buffers: Buffers = field(repr=False)
+
+
 @dataclass(eq=False, repr=False)
 class Run:
     """A finished simulation.
@@ -129,6 +143,8 @@ class Run:
         environment: versions and machine that made it.
         cost: the cost model behind ``simulated_seconds``.
         task: the task; None if the run was loaded without it.
+        goal: "max" if larger values of the metric are better, "min" if smaller ones are.
+        best: the model of the best round, with ``simulate(keep="best")``; None otherwise.
     """
 
     algorithm: AnyAlgorithm | None
@@ -141,6 +157,7 @@ class Run:
     cost: CostModel
     task: Task | None = None
     goal: str = "max"
+    best: Best | None = None
 
     def __repr__(self) -> str:
         last = next((r.test_metric for r in reversed(self.history) if r.test_metric is not None), None)
@@ -159,11 +176,33 @@ class Run:
     @cached_property
     def model(self) -> nn.Module:
         """A copy of the task's module with the trained parameters and buffers in it."""
+        return self._module(self.x, self.buffers)
+
+    @cached_property
+    def best_model(self) -> nn.Module:
+        """A copy of the task's module as it was after the best round, with ``simulate(keep="best")``."""
+        if self.best is None:
+            raise FadamgcError('this run did not keep its best model; run it with keep="best"')
+        return self._module(self.best.x, self.best.buffers)
+
+    def _module(self, x: Tensor, buffers: Buffers) -> nn.Module:
         if self.task is None:
             raise FadamgcError("this run was loaded without its task; use load_run(path, task=...)")
-        module = copy.deepcopy(self.task.model)
-        Flat.of(module).load(module, self.x, self.buffers)
-        return module
+        return module_at(self.task, x, buffers)
+
+    def export(self, path: str | Path, which: Literal["last", "best"] = "last") -> Path:
+        """Write the trained model as a state_dict: ``.safetensors``, or ``.pt`` for ``torch.load``.
+
+        Args:
+            path: the file to write.
+            which: the model after the last round, or of the best one (of a run with ``keep="best"``).
+
+        Returns:
+            The path.
+        """
+        if which not in ("last", "best"):
+            raise not_accepted("which", which, "'last' or 'best'")
+        return export_module(self.model if which == "last" else self.best_model, Path(path))
 
     def rounds_to(self, target: float) -> int | None:
         """Return the rounds until the task's metric first reached the target, or None if it never did."""
@@ -218,6 +257,29 @@ class Run:
         write_bundle(Path(path), NAME, content, tensors)
 
 
+def module_at(task: Task, x: Tensor, buffers: Buffers) -> nn.Module:
+    """Return a copy of a task's module with these parameters and buffers."""
+    module = copy.deepcopy(task.model)
+    Flat.of(module).load(module, x, buffers)
+    return module
+
+
+def export_module(module: nn.Module, path: Path) -> Path:
+    """Write the state_dict of a module into a file; the suffix says how."""
+    if path.suffix not in (".safetensors", ".pt", ".pth"):
+        raise not_accepted("path", str(path), "a file name that ends with .safetensors or .pt")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = io.BytesIO()
+    if path.suffix == ".safetensors":
+        with tempfile.TemporaryDirectory() as folder:  # save_model knows tensors that share memory
+            save_model(module, str(Path(folder) / "model"))
+            data.write((Path(folder) / "model").read_bytes())
+    else:
+        torch.save(module.state_dict(), data)
+    write_atomic(path, data.getvalue())
+    return path
+
+
 # Runs as plain data and tensors, in the folder of a saved run and in that of a checkpoint.
 
 
@@ -236,7 +298,8 @@ def read_run(folder: Path, task: Task | None = None) -> Run:
             return Run(algorithm, None, ClientStates(body["n"], None), {}, history, task=task, **description)
         server, initial, buffers = unpack_server(algorithm, tensors)
         clients = unpack_clients(body, initial, tensors)
-        return Run(algorithm, server, clients, buffers, history, task=task, **description)
+        best = best_of(body, tensors)
+        return Run(algorithm, server, clients, buffers, history, task=task, best=best, **description)
 
 
 def described(run: Run) -> dict[str, Any]:
@@ -247,7 +310,17 @@ def described(run: Run) -> dict[str, Any]:
         "cost": dataclasses.asdict(run.cost),
         "goal": run.goal,
         "n": run.clients.n,
-    }
+    } | ({} if run.best is None else {"best": {"round": run.best.round, "metric": run.best.metric}})
+
+
+def best_of(body: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Best | None:
+    """Return the best model in a bundle; None if it has none."""
+    if "best" not in body or "best.x" not in tensors:
+        return None
+    prefix = "best.buffer."
+    buffers = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+    found = body["best"]
+    return Best(whole("round", found["round"], 1), float(found["metric"]), tensors["best.x"], buffers)
 
 
 def description_of(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -270,6 +343,8 @@ def server_tensors(run: Run) -> dict[str, Tensor | LazyTensor]:
         **named_leaves(run.server, "server"),
         **named_leaves(run.clients.initial, "initial"),
         **{f"buffer.{key}": value for key, value in run.buffers.items()},
+        **({} if run.best is None else {"best.x": run.best.x}),
+        **({f"best.buffer.{key}": v for key, v in run.best.buffers.items()} if run.best else {}),
     }
 
 

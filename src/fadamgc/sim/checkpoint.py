@@ -137,7 +137,8 @@ class Checkpoint:
                     clients.changed = set(clients.participants)  # the journal does not have them
             # Rounds may have had other prices before the run was resumed.
             history = [record.priced(description["cost"]) for record in history]
-            return Run(algorithm, server, clients, buffers, history, **description)
+            best = runs.best_of(body, tensors)
+            return Run(algorithm, server, clients, buffers, history, best=best, **description)
 
     def open_slots(self, initial: Any, used: dict[int, int] | None = None) -> Slots:
         """Open the file of the clients' states, with the slots in use; make a new file if that is None."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,7 +23,7 @@ from fadamgc.federation.cost import CostModel, state_bytes
 from fadamgc.federation.functions import Buffers
 from fadamgc.federation.group_rounds import GroupRounds
 from fadamgc.federation.jobs import Job, Result
-from fadamgc.federation.run import Record, Run, other_types
+from fadamgc.federation.run import Best, Record, Run, module_at, other_types
 from fadamgc.federation.sampling import Draw
 from fadamgc.federation.server import Federation, ServerState
 from fadamgc.federation.settings import Settings
@@ -48,6 +49,12 @@ class RoundEnd(NamedTuple):
     server: Any
     clients: ClientStates
     buffers: Buffers
+    task: Task
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """A copy of the task's module with the parameters and buffers after this round."""
+        return module_at(self.task, self.server.x, self.buffers)
 
 
 Callback = Callable[[RoundEnd], object]
@@ -64,12 +71,15 @@ class Options:
     callbacks: Sequence[Callback] = ()
     checkpoint: str | Path | None = None
     resume: bool = False
+    keep: Literal["last", "best"] = "last"
 
     def __post_init__(self) -> None:
         if self.cost is not None and not isinstance(self.cost, CostModel):
             raise InputError(f"cost={shown(self.cost)} is not a cost model; give a fadamgc.CostModel")
         if not isinstance(self.states, str) or self.states not in ("auto", "memory", "files"):
             raise not_accepted("states", self.states, "'auto', 'memory' or 'files'")
+        if not isinstance(self.keep, str) or self.keep not in ("last", "best"):
+            raise not_accepted("keep", self.keep, "'last' or 'best'")
         listed_callbacks = listed(self.callbacks)
         callbacks = [self.callbacks] if listed_callbacks is None else listed_callbacks  # or a single function
         if not all(map(callable, callbacks)):
@@ -108,6 +118,7 @@ class Engine:
         self._in_memory = options.states == "memory" or (options.states == "auto" and self._fits_memory())
         self.checkpoint = None if options.checkpoint is None else Checkpoint(Path(options.checkpoint))
         self._saved_round = -1
+        self.best: Best | None = None
         self._draw, self._steps = (
             Draw((), ()),
             list[int](),
@@ -179,6 +190,7 @@ class Engine:
             for i in clients.participants:
                 self.clients.update({i: self.clients.stage(_to(clients[i], device))})
             self.clients.changed = set(clients.changed)
+        self.best = saved.best if self.options.keep == "best" else None
         federation.state = ServerState(server, {n: v.to(device) for n, v in saved.buffers.items()})
         federation.history = saved.reprice(federation.cost).history
         federation.t = self._saved_round = len(saved.history)
@@ -272,9 +284,19 @@ class Engine:
         self.clients.update(self._staged)
         self._staged, self._group_rounds = {}, None
         self.federation.commit(state, record)
+        self._keep_best(state, record)
         if self.t % self.settings.checkpoint_every == 0:
             self.write()
-        return RoundEnd(record, state.server, self.clients, state.buffers)
+        return RoundEnd(record, state.server, self.clients, state.buffers, self.federation.task)
+
+    def _keep_best(self, state: ServerState, record: Record) -> None:
+        """Keep a copy of the model if its metric is better than that of all earlier rounds."""
+        value, task = record.test_metric, self.federation.task
+        if self.options.keep != "best" or value is None or not math.isfinite(value):
+            return
+        if self.best is None or (value != self.best.metric and task.reached(value, self.best.metric)):
+            buffers = {name: buffer.clone() for name, buffer in state.buffers.items()}
+            self.best = Best(record.round, value, state.server.x.clone(), buffers)
 
     def _conclude(self, jobs: Sequence[Job], results: Iterable[Result]) -> tuple[ServerState, Record] | None:
         """Return the server after the round and its record; None after a group round that is not the last.
@@ -357,7 +379,9 @@ class Engine:
         """Return the run so far."""
         compiled = bool(getattr(self.executor, "compiled", False))
         described = {"executor": self.executor.name, "compiled": compiled}
-        return self.federation.run(self.clients, self.identity() | described)
+        run = self.federation.run(self.clients, self.identity() | described)
+        run.best = self.best
+        return run
 
     def write(self) -> None:
         """Write a checkpoint, if there is a folder for it and the last one is older than this round."""

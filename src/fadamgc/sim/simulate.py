@@ -55,6 +55,7 @@ def simulate(
     checkpoint: str | Path | None = None,
     checkpoint_every: int = 1,
     resume: bool = False,
+    keep: Literal["last", "best"] = "last",
 ) -> Run:
     """Run a federated algorithm on a task, on this machine. The task is left as it was.
 
@@ -104,6 +105,7 @@ def simulate(
             gets a CheckpointInUseError.
         checkpoint_every: rounds between two checkpoints; the last round always has one.
         resume: resume from the checkpoint if there is one; start from round 1 if there is none.
+        keep: "best" also keeps the model of the round with the best metric, as ``run.best``.
 
     Returns:
         The run: ``run.x``, ``run.history``, ``run.rounds_to(0.9)`` and so on.
@@ -139,7 +141,7 @@ def simulate(
         checkpoint_every=checkpoint_every,
         dtype=dtype,
     )
-    options = Options(cost, device, executor, states, callbacks, checkpoint, resume)
+    options = Options(cost, device, executor, states, callbacks, checkpoint, resume, keep)
     check_flag("progress", progress)
     with torch.inference_mode(False), ExitStack() as stack:
         engine = start(algorithm, task, settings, options, Resources())
@@ -168,6 +170,8 @@ def start(
         )
     if not isinstance(task, Task):
         raise InputError(f"task={type(task).__name__} is not a task; give a fadamgc.Task")
+    if options.keep == "best" and task.test is None:
+        raise InputError("keep='best' without test data; give the task a test set")
     if settings.target is not None and task.test is None:
         raise InputError(f"target={shown(settings.target)} without test data; give the task a test set")
     settings.check(task.n, [len(x) for x, _ in task.pairs], algorithm.at(1))

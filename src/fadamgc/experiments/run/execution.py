@@ -28,7 +28,14 @@ from fadamgc.errors import (
     OtherRunError,
     UnwritableError,
 )
-from fadamgc.experiments.planned_run import ADAPTER, CHECKPOINT, DIVERGED_RECORD, RECORDS, PlannedRun
+from fadamgc.experiments.planned_run import (
+    ADAPTER,
+    CHECKPOINT,
+    DIVERGED_RECORD,
+    MODEL,
+    RECORDS,
+    PlannedRun,
+)
 from fadamgc.federation.run import Run
 from fadamgc.files import remove_leftovers, unwritable
 from fadamgc.grouped import GroupedAlgorithm
@@ -186,6 +193,7 @@ def _start(
         "callbacks": (*trackers, callback),
         "checkpoint": checkpoint,
         "checkpoint_every": CHECKPOINT_EVERY,
+        "keep": planned.save_model or "last",
         "resume": True,
     }
     try:
@@ -210,6 +218,8 @@ def _save(planned: PlannedRun, result: Run | NonFiniteError) -> RunEnd:
         assert isinstance(model, TextClassifier)
         planned.folder.mkdir(parents=True, exist_ok=True)
         model.save_adapter(planned.folder / ADAPTER)  # before the record, which marks the run as complete
+    if planned.save_model is not None:
+        result.export(planned.folder / MODEL, planned.save_model)
     planned.save(result)
     (planned.folder / DIVERGED_RECORD).unlink(missing_ok=True)  # of an earlier attempt
     shutil.rmtree(planned.folder / CHECKPOINT, ignore_errors=True)
@@ -225,7 +235,7 @@ def is_done(planned: PlannedRun, warn: Warn) -> bool:
     A process that was killed just after it saved the run has left the checkpoint, which is removed.
     """
     try:
-        if planned.load() is None:
+        if planned.load() is None or (planned.save_model and not (planned.folder / MODEL).exists()):
             return False
         shutil.rmtree(planned.folder / CHECKPOINT, ignore_errors=True)
         remove_leftovers(planned.folder, "run")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from rich.console import Console
 from rich.filesize import decimal as size
 
-from fadamgc.errors import FadamgcError, InputError, whole
+from fadamgc.errors import FadamgcError, InputError, not_accepted, whole
 from fadamgc.experiments.folder import PARTITION, SPEC, ExperimentFolder
 from fadamgc.experiments.planned_run import PlannedRun
 from fadamgc.experiments.run.execution import DiskSpace, RunEnd, TaskCache, dry_run, is_done
@@ -34,9 +35,20 @@ class Failure(NamedTuple):
 
 
 class Runner:
-    """Checks and executes the runs of one command, in ``workers`` processes (None: one per core)."""
+    """Checks and executes the runs of one command, in ``workers`` processes (None: one per core).
 
-    def __init__(self, workers: int | None = None, quiet: bool = False) -> None:
+    ``save_models`` is which model each run leaves in its folder; None: no model.
+    """
+
+    def __init__(
+        self,
+        workers: int | None = None,
+        quiet: bool = False,
+        save_models: Literal["last", "best"] | None = None,
+    ) -> None:
+        if save_models not in (None, "last", "best"):
+            raise not_accepted("save_models", save_models, "'last' or 'best'")
+        self.save_models = save_models
         self.workers = (os.cpu_count() or 1) if workers is None else whole("workers", workers, 1)
         self.quiet = quiet
         self._tasks = TaskCache()
@@ -76,6 +88,7 @@ class Runner:
         ``done`` further runs of the same command are done already.
         """
         total = done + len(plan)
+        plan = [p if p.validation else replace(p, save_model=self.save_models) for p in plan]
         plan = [planned for planned in plan if not (resume and is_done(planned, warn))]
         failures: list[Failure] = []
         with display(plan, self.quiet, total - len(plan)) as shown:
