@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections.abc import Mapping
 from typing import Any
@@ -43,8 +44,12 @@ def frozen(value: Any, place: str = "", depth: int = 0) -> Any:
 def toml_table(header: str, values: Mapping[str, Any]) -> str:
     """Return a table as TOML, with its header and without the keys that are None."""
     lines = [header] if header else []
-    lines += [f"{key} = {toml_value(value)}" for key, value in values.items() if value is not None]
+    lines += [f"{_key(key)} = {toml_value(value)}" for key, value in values.items() if value is not None]
     return "\n".join(lines) + "\n"
+
+
+def _key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else toml_value(key)
 
 
 def toml_value(value: Any) -> str:
@@ -52,7 +57,7 @@ def toml_value(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, Mapping):
-        pairs = ", ".join(f"{key} = {toml_value(v)}" for key, v in value.items() if v is not None)
+        pairs = ", ".join(f"{_key(key)} = {toml_value(v)}" for key, v in value.items() if v is not None)
         return f"{{ {pairs} }}" if pairs else "{}"
     if isinstance(value, (tuple, list)):
         return f"[{', '.join(map(toml_value, value))}]"

@@ -12,8 +12,8 @@ from fadamgc import InputError
 from fadamgc.data import digits
 from fadamgc.errors import FadamgcError
 from fadamgc.experiments.run import workers
-from fadamgc.experiments.spec.toml_io import load_spec
-from fadamgc.experiments.tune import Point, tune, tuning_plan, with_best_steps
+from fadamgc.experiments.spec.toml_io import load_spec, parse_spec
+from fadamgc.experiments.tune import Point, points_of, tune, tuning_plan, with_best_steps
 from fadamgc.tasks import build
 from fadamgc.tasks.build import build_task
 from tiny_experiments import QUADRATICS, TINY, spec_of
@@ -24,7 +24,7 @@ def test_tuning_finds_the_step_that_works_and_counts_divergence(tmp_path):
     tuned = tune(spec_of(QUADRATICS), tmp_path / "out", workers=1, quiet=True)
     assert tuned.spec.methods[0].hyperparameters == {"eta_l": 0.05, "eta_g": 1.0}
     assert load_spec(tmp_path / "out" / "tuned.toml") == tuned.spec
-    grid = {(p.eta_l, p.eta_g): p for p in tuned.points}
+    grid = {tuple(dict(p.values).values()): p for p in tuned.points}
     assert len(grid) == 6
     assert grid[0.05, 1.0].reached == 1
     assert grid[1e-9, 1.0].reached == 0
@@ -61,9 +61,9 @@ def test_tuning_resumes(tmp_path, monkeypatch):
     assert tune(spec, tmp_path / "out", workers=1, quiet=True, resume=True) == first
 
 
-def point(**values: object) -> Point:
-    usual = {"label": "m", "eta_l": 0.1, "eta_g": 1.0, "reached": 2, "rounds": 10.0, "final": 0.9}
-    return Point(**usual | {"diverged": 0, "goal": "max"} | values)
+def point(eta_l: float = 0.1, eta_g: float = 1.0, **others: object) -> Point:
+    usual = {"label": "m", "reached": 2, "rounds": 10.0, "final": 0.9, "diverged": 0, "goal": "max"}
+    return Point(values=(("eta_l", eta_l), ("eta_g", eta_g)), **usual | others)
 
 
 def test_the_order_of_choice():
@@ -103,3 +103,97 @@ def test_every_method_has_the_same_grid(tmp_path):
     }
     assert points["LocalAdam"] == points["FAdamGC (all tracked)"] == [(1e-9, 7, 2), (0.01, 7, 2)]
     assert all(job.validation == 0.25 and job.run.stop_at_target for job in jobs)
+
+
+# Any hyperparameter.
+
+OTHERS = """
+name = "others"
+[task]
+data = "quadratics"
+clients = 4
+[run]
+rounds = 30
+local_steps = 3
+seeds = [0]
+target = 1e-2
+executor = "loop"
+[tune]
+eta_l = [0.01, 0.05]
+eta_g = [0.5, 1.0]
+mu = [0.1, 1.0]
+rounds = 20
+seeds = [3]
+{search}
+[tune.methods.feddyn]
+alpha = [0.1, 1.0]
+[tune.methods."A composition"]
+"local.beta1" = [0.0, 0.9]
+[[method]]
+algorithm = "fedprox"
+[[method]]
+algorithm = "feddyn"
+[[method]]
+algorithm = "compose"
+label = "A composition"
+local = {{ rule = "adam", eta_l = 0.05 }}
+[[method]]
+algorithm = "fedavg"
+eta_l = {{ cosine = 0.3, end = 0.001 }}
+"""
+
+
+def test_any_hyperparameter_is_tuned_where_a_method_has_it(tmp_path):
+    (tmp_path / "out").mkdir()
+    spec = parse_spec(OTHERS.format(search=""), "spec.toml")
+    assert parse_spec(spec.to_toml(), "again.toml") == spec
+    points = {label: [dict(p) for p in of] for label, of in points_of(spec).items()}
+    assert [len(of) for of in points.values()] == [8, 4, 8, 4]
+    assert points["FedProx"][0] == {"eta_l": 0.01, "eta_g": 0.5, "mu": 0.1}
+    assert points["FedDyn"][0] == {"eta_l": 0.01, "alpha": 0.1}  # it has no eta_g
+    assert points["A composition"][1] == {"eta_l": 0.01, "eta_g": 0.5, "local.beta1": 0.9}
+    tuned = tune(spec, tmp_path / "out", workers=1, quiet=True)
+    chosen = {m.label: m.hyperparameters for m in tuned.spec.methods}
+    assert chosen["FedProx"].keys() == {"eta_l", "eta_g", "mu"}
+    assert chosen["A composition"]["local"]["beta1"] in (0.0, 0.9)
+    assert chosen["FedAvg"]["eta_l"]["cosine"] in (0.01, 0.05)  # the schedule stays
+    assert chosen["FedAvg"]["eta_l"]["end"] == 0.001
+    with open(tmp_path / "out" / "tuning.csv", newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert len(lines) == 24
+    assert sum(line["chosen"] == "True" for line in lines) == 4
+    assert {"mu", "alpha", "local.beta1"} <= set(lines[0])
+    assert load_spec(tmp_path / "out" / "tuned.toml") == tuned.spec
+
+
+def test_a_random_search_tries_some_points():
+    spec = parse_spec(OTHERS.format(search='search = "random"\npoints = 3'), "spec.toml")
+    points = points_of(spec)
+    assert [len(of) for of in points.values()] == [3, 3, 3, 3]
+    assert points == points_of(spec)
+    every = points_of(parse_spec(OTHERS.format(search=""), "spec.toml"))
+    assert all(set(points[label]) <= set(every[label]) for label in points)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("mu = [0.1, 1.0]", "mux = [0.1]", "[tune] mux: no method has such a setting; did you mean 'mu'?"),
+        ("mu = [0.1, 1.0]", "mu = 0.1", "[tune] mu=0.1 is not a list of values to try"),
+        (
+            "[tune.methods.feddyn]",
+            "[tune.methods.feddin]",
+            "'feddin' is not a method; did you mean 'feddyn'?",
+        ),
+        ("seeds = [3]", 'seeds = [3]\nsearch = "random"', "a random search needs the number of points"),
+        ("seeds = [3]", "seeds = [3]\npoints = 3", "no other search does"),
+        ("alpha = [0.1, 1.0]", "alpha = []", "must not be empty"),
+        ("eta_l = [0.01, 0.05]\neta_g = [0.5, 1.0]", "", "[tune] has no values to try for FedAvg"),
+    ],
+)
+def test_bad_grids_are_refused(old, new, message):
+    text = OTHERS.format(search="")
+    assert old in text
+    with pytest.raises(InputError) as error:
+        parse_spec(text.replace(old, new), "spec.toml")
+    assert message in str(error.value)

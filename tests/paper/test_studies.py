@@ -333,7 +333,7 @@ def test_a_race_chooses_what_the_full_grid_does(count):
         tried = {}
 
         def run(rounds, wanted, seeds, made=made, tried=tried):
-            for eta_l, _ in wanted["A"]:
+            for ((_, eta_l),) in wanted["A"]:
                 for seed in seeds:
                     assert (eta_l, seed) not in tried
                     tried[eta_l, seed] = made[eta_l, seed]
@@ -344,7 +344,7 @@ def test_a_race_chooses_what_the_full_grid_does(count):
                 reached = [rounds for rounds, _ in ended if rounds is not None]
                 found.append(
                     Point(
-                        *("A", eta_l, 1.0, len(reached), fmean(reached) if reached else None),
+                        *("A", (("eta_l", eta_l),), len(reached), fmean(reached) if reached else None),
                         final=fmean(final for _, final in ended) if ended else None,
                         diverged=len(own) - len(ended),
                         goal="max",
@@ -354,10 +354,10 @@ def test_a_race_chooses_what_the_full_grid_does(count):
                 )
             return found
 
-        raced = min(_raced(grid, {"A": [(e, 1.0) for e in grid.eta_l]}, run, least=5), key=Point.rank)
+        raced = min(_raced(grid, {"A": [(("eta_l", e),) for e in grid.eta_l]}, run, least=5), key=Point.rank)
         spared += len(made) - len(tried)
         tried.clear()
-        full = min(run(25, {"A": [(e, 1.0) for e in grid.eta_l]}, grid.seeds), key=Point.rank)
+        full = min(run(25, {"A": [(("eta_l", e),) for e in grid.eta_l]}, grid.seeds), key=Point.rank)
         assert raced == full
     assert (spared > 0) == (count > 1)
 

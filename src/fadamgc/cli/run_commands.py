@@ -281,14 +281,12 @@ def _run_and_report(
 def _tuned(spec: Spec, folder: ExperimentFolder, runner: Runner, resume: bool, overwrite: bool) -> Spec:
     """Choose the step sizes of a spec from its grid."""
     from fadamgc.experiments.run.runner import open_folder
-    from fadamgc.experiments.spec.sections import STEPS
     from fadamgc.experiments.tune import tune
 
     open_folder(folder, spec, resume, overwrite, tuned=True)
     tuned = tune(spec, folder.path, resume=resume, runner=runner)
     for method in tuned.spec.methods:
-        steps = ", ".join(f"{key}={method.hyperparameters[key]:g}" for key in STEPS)
-        say(f"tuned {method.label}: {steps}")
+        say(f"tuned {method.label}: {tuned.chosen[method.label]}")
     for note in tuned.notes:
         say(f"note: {note}")
     return tuned.spec

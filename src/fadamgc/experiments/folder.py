@@ -229,7 +229,7 @@ def _settings(spec: Spec, free: set[str], labels: list[str], tuned: bool) -> dic
             values[f"{method.label}: algorithm"] = method.algorithm
             values[f"{method.label}: tracked"] = spec.tracked(method)
             for key, value in method.hyperparameters.items():
-                if not (tuned and key in STEPS):
+                if not (tuned and key in (STEPS if spec.tune is None else spec.tune.names())):
                     values[f"{method.label}: {key}"] = value
     return values
 

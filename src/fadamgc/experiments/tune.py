@@ -1,15 +1,17 @@
-"""Choose the step sizes of every method from one grid, on data that are not test data."""
+"""Choose hyperparameters of every method from a grid, on data that are not test data."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from statistics import fmean
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
+import numpy as np
 import pandas as pd
 
 from fadamgc.errors import FadamgcError, InputError
@@ -24,23 +26,23 @@ from fadamgc.files import write_atomic
 
 AT_ONCE = 2  # points of each method that a race tries with more seeds before it ranks them again
 COLUMNS = {  # of tuning.csv, by the fields of a Point
-    **{"label": "method", "eta_l": "eta_l", "eta_g": "eta_g", "tried": "rounds_tried"},
+    **{"label": "method", "tried": "rounds_tried"},
     **{"seeds": "seeds_tried", "reached": "seeds_reached", "rounds": "rounds_to_target"},
     **{"final": "final_metric", "diverged": "seeds_diverged"},
 }
 
-Key: TypeAlias = tuple[str, float, float, int]  # label, eta_l, eta_g, rounds
-Pairs: TypeAlias = Mapping[str, Sequence[tuple[float, float]]]  # by label: eta_l and eta_g
-Try: TypeAlias = Callable[[int, Pairs, Sequence[int]], "list[Point]"]  # rounds, pairs, seeds
+Values: TypeAlias = tuple[tuple[str, Any], ...]  # hyperparameters with their values
+Key: TypeAlias = tuple[str, Values, int]  # label, values, rounds
+Grids: TypeAlias = Mapping[str, Sequence[Values]]  # by label: the points of its grid
+Try: TypeAlias = Callable[[int, Grids, Sequence[int]], "list[Point]"]  # rounds, points, seeds
 
 
 @dataclass(frozen=True)
 class Point:
-    """The result of one pair of step sizes of one method, over the seeds of [tune]."""
+    """The result of one point of a method's grid, over the seeds of [tune]."""
 
     label: str
-    eta_l: float
-    eta_g: float
+    values: Values
     reached: int  # seeds that reached the target
     rounds: float | None  # to the target, mean over those seeds
     final: float | None  # metric at the end, mean over the seeds that did not diverge
@@ -49,7 +51,7 @@ class Point:
     tried: int = 0  # rounds for which it was tried
     seeds: int = 1  # number of seeds with which it was tried
 
-    def rank(self) -> tuple[float, ...]:
+    def rank(self) -> tuple[Any, ...]:
         """Return the place in the order of choice, smallest first.
 
         First come the points that were tried for the most rounds, then those with the most seeds at the
@@ -57,9 +59,10 @@ class Point:
         """
         final = math.inf if self.final is None else self.final * (-1 if self.goal == "max" else 1)
         rounds = math.inf if self.rounds is None else self.rounds
-        return (-self.tried, -self.reached, rounds, self.diverged, final, self.eta_l, self.eta_g)
+        last = tuple((isinstance(value, str), value) for _, value in self.values)
+        return (-self.tried, -self.reached, rounds, self.diverged, final, last)
 
-    def at_best(self, seeds: int, least: int) -> tuple[float, ...]:
+    def at_best(self, seeds: int, least: int) -> tuple[Any, ...]:
         """Bound the rank with ``seeds`` seeds from below, if no seed needs fewer than ``least`` rounds."""
         more = seeds - self.seeds
         reached = self.reached + more
@@ -69,17 +72,35 @@ class Point:
 
 @dataclass(frozen=True)
 class Tuned:
-    """The spec with the chosen step sizes, the whole grid, and notes about the choice."""
+    """The spec with the chosen values, the whole grid, and notes about the choice."""
 
     spec: Spec
     points: tuple[Point, ...]
     notes: tuple[str, ...]
+    best: tuple[Point, ...]
+
+    @property
+    def chosen(self) -> dict[str, str]:
+        """The chosen values of each method, in words."""
+        return {point.label: _shown(point.values) for point in self.best}
 
     def to_pandas(self) -> pd.DataFrame:
         """Make a table of the grid, one row per point; ``chosen`` marks those in the spec."""
-        best = {(m.label, m.hyperparameters["eta_l"], m.hyperparameters["eta_g"]) for m in self.spec.methods}
-        frame = pd.DataFrame(map(asdict, self.points))[list(COLUMNS)].rename(columns=COLUMNS)
-        return frame.assign(chosen=[(p.label, p.eta_l, p.eta_g) in best for p in self.points])
+        names = list(dict.fromkeys(name for p in self.points for name, _ in p.values))
+        rows = [{"label": p.label, **dict(p.values), **asdict(p)} for p in self.points]
+        columns = ["label", *names, *list(COLUMNS)[1:]]
+        frame = pd.DataFrame(rows)[columns].rename(columns=COLUMNS)
+        return frame.assign(chosen=[point in self.best for point in self.points])
+
+
+def _shown(values: Values) -> str:
+    return ", ".join(
+        f"{name}={value:g}" if _is_number(value) else f"{name}={value}" for name, value in values
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def tune(
@@ -96,8 +117,9 @@ def tune(
     not finite counts as one that never reached the target.
 
     The search is "full"; or "race", which chooses the same without the runs that can no longer change the
-    choice; or "halving": all points for a third of the rounds, and the best third of them for all rounds.
-    All methods have the same grid and the same chances. The arguments are those of ``run_spec``.
+    choice; or "halving": all points for a third of the rounds, and the best third of them for all rounds; or
+    "random": some points of each grid, drawn at random. All methods have the same chances. The arguments are
+    those of ``run_spec``.
     """
     out = Path(out)
     grid = grid_of(spec)
@@ -106,16 +128,14 @@ def tune(
         runner.check(tuning_plan(spec, out))
     results: dict[Key, list[Run | None]] = {}
 
-    def try_points(rounds: int, pairs: Pairs, seeds: Sequence[int]) -> list[Point]:
-        plan = tuning_plan(spec, out, rounds, pairs, seeds)
-        runner.execute(plan, resume, done=sum(map(len, results.values())))
-        for planned in plan:
-            steps = planned.method.hyperparameters
-            key = (planned.method.label, steps["eta_l"], steps["eta_g"], rounds)
-            results.setdefault(key, []).append(planned.saved())
+    def try_points(rounds: int, points: Grids, seeds: Sequence[int]) -> list[Point]:
+        planned = _planned(spec, out, rounds, points, seeds)
+        runner.execute([run for _, run in planned], resume, done=sum(map(len, results.values())))
+        for values, run in planned:
+            results.setdefault((run.method.label, values, rounds), []).append(run.saved())
         return [_point(key, runs, spec.run.target) for key, runs in results.items()]
 
-    pairs = {method.label: list(product(grid.eta_l, grid.eta_g)) for method in spec.methods}
+    pairs = points_of(spec)
     if grid.search == "halving":
         points = _halved(grid, pairs, try_points)
     elif grid.search == "race":
@@ -128,21 +148,21 @@ def tune(
     return tuned
 
 
-def _halved(grid: TuneSpec, pairs: Pairs, try_points: Try) -> list[Point]:
+def _halved(grid: TuneSpec, pairs: Grids, try_points: Try) -> list[Point]:
     """Try all points for a third of the rounds, and the best third of them for all rounds."""
     short = -(-grid.rounds // 3)
     points = try_points(short, pairs, grid.seeds)
     if short == grid.rounds:
         return points
     best = {
-        label: [(p.eta_l, p.eta_g) for p in _ranked(points, label)[: -(-len(of_method) // 3)]]
+        label: [p.values for p in _ranked(points, label)[: -(-len(of_method) // 3)]]
         for label, of_method in pairs.items()
     }
-    latest = {(p.label, p.eta_l, p.eta_g): p for p in try_points(grid.rounds, best, grid.seeds)}
+    latest = {(p.label, p.values): p for p in try_points(grid.rounds, best, grid.seeds)}
     return list(latest.values())
 
 
-def _raced(grid: TuneSpec, pairs: Pairs, try_points: Try, least: int) -> list[Point]:
+def _raced(grid: TuneSpec, pairs: Grids, try_points: Try, least: int) -> list[Point]:
     """Try all points with the first seed, and those that can still win with all seeds, the best first."""
     points = try_points(grid.rounds, pairs, grid.seeds[:1])
     count = len(grid.seeds)
@@ -152,7 +172,7 @@ def _raced(grid: TuneSpec, pairs: Pairs, try_points: Try, least: int) -> list[Po
             ranked = _ranked(points, label)
             best = min((p.rank() for p in ranked if p.seeds == count), default=(math.inf,))
             able = [p for p in ranked if p.seeds < count and p.at_best(count, least) < best]
-            contenders[label] = [(p.eta_l, p.eta_g) for p in able[:AT_ONCE]]
+            contenders[label] = [p.values for p in able[:AT_ONCE]]
         if not any(contenders.values()):
             return points
         points = try_points(grid.rounds, contenders, grid.seeds[1:])
@@ -169,53 +189,75 @@ def grid_of(spec: Spec) -> TuneSpec:
     return spec.tune
 
 
-def tuning_plan(
-    spec: Spec,
-    out: Path,
-    rounds: int | None = None,
-    pairs: Pairs | None = None,
-    seeds: Sequence[int] | None = None,
-) -> list[PlannedRun]:
-    """List the runs of the grid, or of some of its points and seeds; all of them on held-out train data."""
+def points_of(spec: Spec) -> dict[str, list[Values]]:
+    """Return the points of each method's grid, or some of them in a random search."""
     grid = grid_of(spec)
-    rounds = rounds or grid.rounds
+    points: dict[str, list[Values]] = {}
+    for number, method in enumerate(spec.methods):
+        values = grid.grid_of(method)
+        every = [tuple(zip(values, point, strict=True)) for point in product(*values.values())]
+        if grid.search == "random" and grid.points is not None and grid.points < len(every):
+            random = np.random.default_rng((grid.seeds[0], number))
+            every = [every[i] for i in sorted(random.choice(len(every), grid.points, replace=False))]
+        points[method.label] = every
+    return points
+
+
+def tuning_plan(spec: Spec, out: Path) -> list[PlannedRun]:
+    """List the runs of the whole grid; all of them on held-out train data."""
+    grid = grid_of(spec)
+    return [run for _, run in _planned(spec, out, grid.rounds, points_of(spec), grid.seeds)]
+
+
+def _planned(
+    spec: Spec, out: Path, rounds: int, points: Grids, seeds: Sequence[int]
+) -> list[tuple[Values, PlannedRun]]:
+    """List the runs of some points with some seeds."""
+    grid = grid_of(spec)
     run = {"rounds": rounds, "stop_at_target": spec.run.target is not None, "on_nonfinite": "error"}
     short = spec.model_copy(update={"run": spec.run.model_copy(update=run)})
     folder = out / TUNING if rounds == grid.rounds else out / TUNING / f"{rounds}-rounds"
     plan = []
     for method in spec.methods:
-        for eta_l, eta_g in product(grid.eta_l, grid.eta_g) if pairs is None else pairs[method.label]:
-            changed, detail = method.with_(eta_l=eta_l, eta_g=eta_g), f"eta_l={eta_l:g} eta_g={eta_g:g}"
-            for seed in grid.seeds if seeds is None else seeds:
-                place = folder / method.slug / f"eta_l-{eta_l!r}-eta_g-{eta_g!r}-seed{seed}"
-                planned = PlannedRun.of(short, changed, seed, place)
-                plan.append(replace(planned, validation=grid.validation, detail=detail))
+        for values in points[method.label]:
+            changed, detail = method.with_(**dict(values)), _shown(values).replace(", ", " ")
+            name = "-".join(f"{key}-{_file_name(value)}" for key, value in values)
+            for seed in seeds:
+                planned = PlannedRun.of(short, changed, seed, folder / method.slug / f"{name}-seed{seed}")
+                plan.append((values, replace(planned, validation=grid.validation, detail=detail)))
     return plan
 
 
+def _file_name(value: Any) -> str:
+    return repr(value) if _is_number(value) else re.sub(r"[^A-Za-z0-9.]+", "_", str(value))
+
+
 def with_best_steps(spec: Spec, points: list[Point]) -> Tuned:
-    """Give each method the step sizes of its best point, with a note if that is at the end of the grid."""
+    """Give each method the values of its best point, with a note if one is at the end of the grid."""
     grid = grid_of(spec)
     methods: list[MethodSpec] = []
     notes: list[str] = []
+    chosen: list[Point] = []
     for method in spec.methods:
         best = min((p for p in points if p.label == method.label), key=Point.rank)
         if best.final is None:
             raise FadamgcError(
                 f"tuning {method.label}: no run of the grid stayed finite; lower the values of [tune] eta_l"
             )
-        methods.append(method.with_(eta_l=best.eta_l, eta_g=best.eta_g))
+        methods.append(method.with_(**dict(best.values)))
+        chosen.append(best)
         if spec.run.target is not None and best.reached < len(grid.seeds):
             notes.append(
                 f"{method.label}: the best point reached the target with {best.reached} of "
                 f"{len(grid.seeds)} seeds within {grid.rounds} rounds"
             )
-        for name, value, values in (("eta_l", best.eta_l, grid.eta_l), ("eta_g", best.eta_g, grid.eta_g)):
-            if len(values) > 1 and value in (min(values), max(values)):
+        for name, values in grid.grid_of(method).items():
+            value = dict(best.values)[name]
+            if len(values) > 1 and _is_number(value) and value in (min(values), max(values)):
                 end = "low" if value == min(values) else "high"
                 notes.append(f"{method.label}: {name}={value:g} is at the {end} end of the grid")
     tuned = Spec(**{**dict(spec), "methods": tuple(methods)})
-    return Tuned(tuned, tuple(points), tuple(notes))
+    return Tuned(tuned, tuple(points), tuple(notes), tuple(chosen))
 
 
 def _point(key: Key, runs: list[Run | None], target: float | None) -> Point:
@@ -224,12 +266,12 @@ def _point(key: Key, runs: list[Run | None], target: float | None) -> Point:
     finals = [final for run in finished if (final := run.history[-1].test_metric) is not None]
     numbers = [final for final in finals if math.isfinite(final)]
     return Point(
-        *key[:3],
+        *key[:2],
         reached=len(at_target),
         rounds=fmean(at_target) if at_target else None,
         final=mean_of(numbers) if numbers else None,
         diverged=len(runs) - len(finished) + len(finals) - len(numbers),
         goal=finished[0].goal if finished else "max",
-        tried=key[3],
+        tried=key[2],
         seeds=len(runs),
     )

@@ -46,7 +46,7 @@ def tuned(algorithm: AnyAlgorithm, spec: Spec) -> AnyAlgorithm:
     """Return the method with the best step sizes of a grid, on a part of the train data."""
     grid = spec.tune
     assert isinstance(grid, TuneSpec)
-    sizes: dict[str, tuple[float, ...]] = {"eta_l": grid.eta_l}
+    sizes: dict[str, tuple[float, ...]] = {"eta_l": grid.eta_l or (algorithm.eta_l,)}
     sizes |= dict.fromkeys(_global_step(algorithm), GLOBAL_STEPS)
     points = [dict(zip(sizes, values, strict=True)) for values in product(*sizes.values())]
     candidates = [algorithm.replace(**point) for point in points]

@@ -10,9 +10,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from typing import Annotated, Any, Literal, TypeAlias, get_args
+from typing import Annotated, Any, Literal, Self, TypeAlias, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
@@ -21,6 +21,7 @@ from fadamgc.errors import InputError, nearest, real, shown
 from fadamgc.federation.cost import CostModel
 from fadamgc.loading import untrusted
 from fadamgc.methods import algorithm_class, make_algorithm
+from fadamgc.schedules import KINDS, from_plain
 from fadamgc.section import (
     Count,
     Finite,
@@ -131,15 +132,71 @@ class CostSpec(Section):
         return CostModel(**self.model_dump())
 
 
-class TuneSpec(Section):
-    """The grid from which the step sizes of every method are chosen, and the runs that choose them."""
+Values: TypeAlias = Annotated[tuple[Any, ...], Field(min_length=1)]
 
-    eta_l: StepSizes
-    eta_g: StepSizes
+
+class TuneSpec(Section):
+    """The grid from which hyperparameters are chosen, and the runs that choose them.
+
+    Any other key of the section is a hyperparameter with the values to try, for the methods that have it.
+    ``methods`` has grids of single methods, by label or algorithm, which replace the common ones.
+    """
+
+    eta_l: StepSizes | None = None
+    eta_g: StepSizes | None = None
+    grids: dict[str, Values] = Field(default_factory=dict)
+    methods: dict[str, dict[str, Values]] = Field(default_factory=dict)
+    points: Count | None = None  # for search = "random": how many points of each method's grid are tried
     seeds: Seeds = (100, 101)
     rounds: Count
     validation: Annotated[float, Field(ge=0.01, le=0.99)] = 0.25  # fraction of the TRAIN data
-    search: Literal["full", "race", "halving"] = "full"  # see ``tune``
+    search: Literal["full", "race", "halving", "random"] = "full"  # see ``tune``
+
+    @classmethod
+    def from_table(cls, table: Mapping[str, Any], place: str) -> Self:
+        """Check a table; keys that are no settings of the search are hyperparameters."""
+        others = {key: table[key] for key in table if key not in cls.model_fields}
+        for key, value in others.items():
+            if not isinstance(value, tuple):
+                hint = nearest(key, cls.model_fields)
+                raise InputError(f"{place} {key}={shown(value)} is not a list of values to try{hint}")
+        known = {key: table[key] for key in table if key in cls.model_fields}
+        grids = {**others, **known.get("grids", {})}
+        return super().from_table({**known, **({"grids": grids} if grids else {})}, place)
+
+    @model_validator(mode="after")
+    def _check_search(self) -> TuneSpec:
+        if (self.search == "random") != (self.points is not None):
+            raise ValueError(
+                f"search='{self.search}' and points={self.points}: a random search needs the number of "
+                "points, and no other search does"
+            )
+        return self
+
+    def names(self) -> set[str]:
+        """Return the names of all hyperparameters that are chosen; of a rule's, the name of the rule."""
+        names = {*STEPS, *self.grids, *(name for grid in self.methods.values() for name in grid)}
+        return {name.partition(".")[0] for name in names}
+
+    def grid_of(self, method: MethodSpec) -> dict[str, tuple[Any, ...]]:
+        """Return the values to try for a method: of those hyperparameters that it has."""
+        common = {"eta_l": self.eta_l, "eta_g": self.eta_g, **self.grids}
+        names = method.setting_names()
+        grid = {name: values for name, values in common.items() if values and name.partition(".")[0] in names}
+        for name in (method.algorithm, method.label):
+            grid |= self.methods.get(name, {})
+        return grid
+
+
+def _with_value(table: Mapping[str, Any], name: str, value: Any) -> dict[str, Any]:
+    first, dot, rest = name.partition(".")
+    old = table.get(first)
+    if dot:
+        inner = {"rule": old} if isinstance(old, str) else old or {}
+        return {**table, first: _with_value(inner, rest, value)}
+    if isinstance(old, Mapping) and not isinstance(value, Mapping) and set(old) & set(KINDS):
+        value = from_plain(first, old).with_value(value).plain()
+    return {**table, first: value}
 
 
 class MethodSpec(Section):
@@ -162,6 +219,10 @@ class MethodSpec(Section):
             return algorithm_class(self.algorithm) is not None
         return False
 
+    def setting_names(self) -> tuple[str, ...]:
+        """Return the names of the algorithm's hyperparameters; the step sizes if it is not known."""
+        return algorithm_class(self.algorithm).setting_names() if self.known else STEPS
+
     def make(self) -> AnyAlgorithm:
         """Make the algorithm."""
         return make_algorithm(self.algorithm, **self.hyperparameters)
@@ -173,8 +234,11 @@ class MethodSpec(Section):
         return getattr(self.make(), name, None)
 
     def with_(self, **hyperparameters: Any) -> MethodSpec:
-        """Replace some hyperparameters."""
-        return self.model_copy(update={"hyperparameters": self.hyperparameters | hyperparameters})
+        """Replace some hyperparameters; of a schedule, its value. A dot leads into a table: local.beta1."""
+        values = self.hyperparameters
+        for name, value in hyperparameters.items():
+            values = _with_value(values, name, value)
+        return self.model_copy(update={"hyperparameters": values})
 
 
 class Spec(Section):
@@ -223,6 +287,24 @@ class Spec(Section):
             raise ValueError(f"[run] target={target!r} is out of reach; {metric} is above 0")
         return self
 
+    @model_validator(mode="after")
+    def _check_grids(self) -> Spec:
+        if self.tune is None:
+            return self
+        for name in self.tune.methods:
+            known = [known for m in self.methods for known in (m.label, m.algorithm)]
+            if name not in known:
+                raise ValueError(f"[tune.methods] {shown(name)} is not a method{nearest(name, known)}")
+        for name in self.tune.grids:
+            known = sorted({setting for m in self.methods for setting in m.setting_names()})
+            if name.partition(".")[0] not in known:
+                raise ValueError(f"[tune] {name}: no method has such a setting{nearest(name, known)}")
+        for method in self.methods:
+            if not self.tune.grid_of(method):
+                has = ", ".join(method.setting_names())
+                raise ValueError(f"[tune] has no values to try for {method.label}, which has {has}")
+        return self
+
     def tracked(self, method: MethodSpec) -> int | None:
         """Return how many sampled clients are tracked under a method; None is all of them."""
         return self.run.tracked if method.tracked is None else method.tracked
@@ -250,7 +332,8 @@ class Spec(Section):
     def with_steps_of(self, other: Spec) -> Spec:
         """Take the step sizes of methods with the same label from another spec."""
         found = {method.label: method.hyperparameters for method in other.methods}
-        steps = [{k: v for k, v in found.get(m.label, {}).items() if k in STEPS} for m in self.methods]
+        tuned = {*STEPS, *(() if other.tune is None else other.tune.names())}
+        steps = [{k: v for k, v in found.get(m.label, {}).items() if k in tuned} for m in self.methods]
         methods = tuple(m.with_(**sizes) for m, sizes in zip(self.methods, steps, strict=True))
         return self.model_copy(update={"methods": methods})
 
@@ -260,7 +343,8 @@ class Spec(Section):
         for name in ("task", "run", "cost", "tune"):
             section: Section | None = getattr(self, name)
             if section is not None:
-                parts.append(toml_table(f"[{name}]", section.model_dump()))
+                values = {key: value for key, value in section.model_dump().items() if value != {}}
+                parts.append(toml_table(f"[{name}]", values))
         for method in self.methods:
             table = method.model_dump(exclude={"hyperparameters"})
             parts.append(toml_table("[[method]]", table | method.hyperparameters))
