@@ -74,3 +74,14 @@ def csv_bytes(table: pd.DataFrame) -> bytes:
         if any(isinstance(value, str) for value in column):
             safe[name] = [csv_cell(value) if isinstance(value, str) else value for value in column]
     return safe.to_csv(index=False).encode()
+
+
+def duration(seconds: float) -> str:
+    """Return a time as text, rounded.
+
+    >>> [duration(s) for s in (8, 100, 4000, 9000)]
+    ['8 s', '2 min', '1.1 h', '2.5 h']
+    """
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 3600 else f"{seconds / 3600:.1f} h"

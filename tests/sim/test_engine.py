@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from itertools import pairwise
 
@@ -360,3 +361,17 @@ def test_public_names():
     for name in fadamgc.__all__:
         assert getattr(fadamgc, name).__doc__, name
     assert sorted(fadamgc.__all__, key=lambda s: s) == sorted(set(fadamgc.__all__))
+
+
+def test_without_a_terminal_there_is_a_line_now_and_then(monkeypatch, capsys):
+    from fadamgc.sim import progress
+
+    clock = iter(range(0, 10_000, 20))
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    fadamgc.simulate(fadamgc.FedAvg(), class_task(), rounds=8, local_steps=1)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 3
+    assert re.fullmatch(r"FedAvg on task: round 1 of 8, 0\.\d+; about 2 min left", lines[0])
+    assert lines[1].startswith("FedAvg on task: round 4 of 8")
+    fadamgc.simulate(fadamgc.FedAvg(), class_task(), rounds=8, local_steps=1, progress=False)
+    assert capsys.readouterr().err == ""

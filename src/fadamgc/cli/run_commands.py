@@ -158,7 +158,7 @@ def reproduce(
     - `fadamgc reproduce main-cifar10 --data-root ~/data`
     - `fadamgc reproduce heterogeneity --scale laptop --seeds 2 --resume`
     """
-    from fadamgc.experiments.run.progress import duration
+    from fadamgc.escape import duration
     from fadamgc.paper.study import load_study, write_study, write_study_report
 
     _prepare(data_root, track)

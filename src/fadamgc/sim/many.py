@@ -46,7 +46,7 @@ def simulate_many(
             ``if __name__ == "__main__":`` and its tasks must be picklable.
         errors: what to do if a run's update is not finite: "raise", or "return" the NonFiniteError in the
             place of the run and continue with the others.
-        progress: show a progress bar, if there is a terminal.
+        progress: show the progress on stderr: a bar in a terminal, else a line now and then.
         common: arguments that all runs have in common. A ``checkpoint`` among them is a folder in which
             each run has its own folder, ``run-0``, ``run-1`` and so on.
 

@@ -99,7 +99,7 @@ def simulate(
             of a ``Workload`` that returns an executor.
         states: where the clients' states are stored between rounds: "memory", "files" (in the checkpoint's
             folder, or in a temporary file), or "auto" (files if they would take over half of the memory).
-        progress: show a progress bar, if there is a terminal.
+        progress: show the progress on stderr: a bar in a terminal, else a line now and then.
         callbacks: functions of a RoundEnd, called after each round; one that returns True ends the run.
         checkpoint: a folder for the state of the run; it is locked until the run ends, and a second run
             gets a CheckpointInUseError.

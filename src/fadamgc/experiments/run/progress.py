@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
-from fadamgc.escape import printable
+from fadamgc.escape import duration, printable
 from fadamgc.experiments.planned_run import PlannedRun
 from fadamgc.experiments.run.execution import RunEnd
 from fadamgc.experiments.run.workers import Listener, OnEnd, OnRound
@@ -27,17 +27,6 @@ def warn(message: str, console: Console | None = None) -> None:
 def tell(line: str, console: Console) -> None:
     """Print a line as it is."""
     console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-def duration(seconds: float) -> str:
-    """Return a time as text, rounded.
-
-    >>> [duration(s) for s in (8, 100, 4000, 9000)]
-    ['8 s', '2 min', '1.1 h', '2.5 h']
-    """
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 3600 else f"{seconds / 3600:.1f} h"
 
 
 @contextmanager
