@@ -189,7 +189,7 @@ class Augmented(Dataset):
 
 @pytest.mark.parametrize("kind", ["python", "numpy", "torch"])
 def test_random_augmentation_in_a_dataset_causes_a_warning(kind):
-    with pytest.warns(UserWarning, match="a Task reads each item once.*into the model") as caught:
+    with pytest.warns(UserWarning, match="a Task reads each item once.*transform=") as caught:
         fadamgc.Task(mlp(), F.cross_entropy, [Augmented(kind), Augmented(kind)], Augmented("none"))
     assert len(caught) == 1
     assert caught[0].filename == __file__

@@ -20,6 +20,7 @@ from fadamgc.metrics import has_classes
 
 Pair: TypeAlias = tuple[Tensor, Tensor]
 Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+Transform: TypeAlias = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 Metric: TypeAlias = Literal["accuracy", "loss"] | Callable[[Tensor, Tensor], Any]
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # types for training
@@ -37,14 +38,17 @@ class Task:
         loss: ``loss(output, target)``, a scalar: the mean over the batch.
         clients: one (inputs, targets) pair of tensors, or one torch Dataset, per client. Each item of a
             Dataset is read ONCE: with random augmentation in a Dataset, all rounds would train on the same
-            values (a warning says so). Put the augmentation into the model, as a layer that draws random
-            numbers in training mode (such as ``fadamgc.models.ImageInput`` for images).
+            values (a warning says so). Give augmentation as ``transform``, or put it into the model, as a
+            layer that draws random numbers in training mode.
         test: the test data, a pair or a Dataset as well; None for no evaluation.
         metric: "accuracy", "loss", or a function ``metric(output, target)`` that returns a number, or a dict
             of named numbers, the first of which is the metric; ``fadamgc.metrics`` has some.
         goal: "max" if larger values of the metric are better, "min" if smaller ones are; None is "min" for
             the metric "loss" and "max" for all others.
         name: the name in reports.
+        transform: a function ``transform(inputs, targets)`` that is applied to every training batch, such as
+            random augmentation; it returns both. Random numbers of torch's functions are drawn at an address
+            (seed, round, client, step), so that they are the same on every executor.
 
     Example:
         >>> import fadamgc, torch
@@ -61,6 +65,7 @@ class Task:
     metric: Metric = "accuracy"
     goal: Literal["max", "min"] | None = None
     name: str = "task"
+    transform: Transform | None = None
     pairs: list[Pair] = field(init=False)
     """The clients' data as tensors."""
     test_pair: Pair | None = field(init=False)
@@ -97,8 +102,8 @@ class Task:
         if self._items_vary():
             warnings.warn(
                 "a Dataset returns different values when an item is read again (random augmentation?); a "
-                "Task reads each item once, so every round trains on the same values. Put the augmentation "
-                "into the model, as a layer that draws random numbers in training mode",
+                "Task reads each item once, so every round trains on the same values. Give the augmentation "
+                "as transform=, a function of (inputs, targets) for every batch",
                 UserWarning,
                 stacklevel=3,
             )
@@ -198,6 +203,7 @@ class Task:
     def _check_model(self) -> None:
         """Run a copy of the model on two samples, so that errors appear before the work starts."""
         x, y = max(self.pairs, key=lambda pair: len(pair[0]))
+        self._check_transform(x[:2], y[:2])
         output, loss, error, broadcast = _probe(self.model, self.loss, x[:2], y[:2])
         if not isinstance(output, Tensor):
             raise InputError(
@@ -232,6 +238,27 @@ class Task:
                 "targets 0 and 1; here outputs have "
                 f"shape {tuple(output.shape[1:])} per sample, targets {tuple(y.shape[1:])} of {y.dtype}: "
                 "give metric='loss' or a function"
+            )
+
+    def _check_transform(self, x: Tensor, y: Tensor) -> None:
+        """Try the transform on two samples."""
+        if self.transform is None:
+            return
+        if not callable(self.transform):
+            raise InputError(f"transform={shown(self.transform)} is not a function of (inputs, targets)")
+        try:
+            with torch.random.fork_rng(devices=[]):
+                new_x, new_y = self.transform(x.clone(), y.clone())
+            shapes = [(t.shape, t.dtype) for t in (new_x, new_y)]
+        except Exception as error:
+            raise InputError(
+                f"transform={shown(self.transform)} failed on inputs of shape {tuple(x.shape)}; it must "
+                f"return (inputs, targets): {reason(error)}"
+            ) from error
+        if shapes != [(t.shape, t.dtype) for t in (x, y)]:
+            raise InputError(
+                f"transform={shown(self.transform)} must return tensors of the same shapes and types as its "
+                f"arguments; inputs of shape {tuple(x.shape)} became {tuple(new_x.shape)}"
             )
 
     def _pairs_samples_wrongly(self, output: Tensor, y: Tensor) -> bool:

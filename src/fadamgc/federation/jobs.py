@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fadamgc.algorithm import AnyAlgorithm
 from fadamgc.federation.client_data import ClientData
 from fadamgc.federation.functions import Buffers, TaskFunctions
 from fadamgc.federation.gradients import GradientOptions
-from fadamgc.federation.sampling import Batches
+from fadamgc.federation.sampling import TRANSFORM, Batches, torch_seed
+from fadamgc.random_numbers import DrawFrom
 
 
 class Round(NamedTuple):
@@ -40,6 +44,21 @@ class Job(NamedTuple):
     def state(self) -> Any:
         """The client's state before the round; it may be read from a file, so ask only once."""
         return self.load_state()
+
+    def batch(self, k: int, positions: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+        """Return the mini-batch of step k, from 0, as the model sees it."""
+        return self.transformed(k, *self.data.batch(positions))
+
+    def transformed(self, k: int, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a mini-batch after the task's transform, which draws at the address of step k."""
+        r = self.round
+        transform = r.functions.task.transform
+        if transform is None:
+            return inputs, targets
+        generator = torch.Generator(inputs.device)
+        generator.manual_seed(torch_seed(r.seed, TRANSFORM, r.t, self.client, k))
+        with DrawFrom(generator):
+            return transform(inputs, targets)
 
     def whole_gradient(self) -> Tensor | None:
         """Return the gradient of the client's whole data at x, if the algorithm needs it in every round."""

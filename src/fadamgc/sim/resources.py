@@ -40,6 +40,7 @@ class TaskParts:
         return {
             "data": _digest(data),
             "model": _digest(model, layout),
+            **({} if task.transform is None else {"transform": _name(task.transform)}),
             "loss": f"{_name(task.loss)}, {float(loss):.4g} at the start",
             "metric": f"{task.metric if isinstance(task.metric, str) else _name(task.metric)}, {task.goal}",
         }

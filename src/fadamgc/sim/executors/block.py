@@ -216,6 +216,8 @@ def block_batches(jobs: Sequence[Job], workload: Workload, samplewise: bool) -> 
                 size[:k, c] = job.batches.size_of(first, first + k)
         width = B if samplewise else int(size[0, 0])
         inputs, targets = _gather([job.data for job in jobs], positions[:, :, :width])
+        if functions.task.transform is not None:
+            inputs, targets = _transformed(jobs, first, size, inputs, targets)
         weights = None
         if padded:
             shares = (np.arange(B) < size[:, :, None]) / size[:, :, None]
@@ -224,6 +226,24 @@ def block_batches(jobs: Sequence[Job], workload: Workload, samplewise: bool) -> 
         if first >= fewest:  # some clients have no more steps to do
             active = torch.from_numpy(steps > np.arange(first, last)[:, None]).to(functions.device)
         yield Batch(inputs, targets, weights, active)
+
+
+def _transformed(
+    jobs: Sequence[Job], first: int, size: NDArray[np.int64], inputs: Tensor, targets: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Apply the task's transform to each batch of a series without its padding, which repeats a sample."""
+    steps: list[tuple[Tensor, Tensor]] = []
+    width = inputs.shape[2]
+    for k in range(len(inputs)):
+        clients = []
+        for c, job in enumerate(jobs):
+            count = min(int(size[k, c]), width)
+            parts = inputs[k, c, :count], targets[k, c, :count]
+            if first + k < job.batches.steps:
+                parts = job.transformed(first + k, *parts)
+            clients.append([torch.cat([t, t[:1].expand(width - count, *t.shape[1:])]) for t in parts])
+        steps.append(tuple(torch.stack(column) for column in zip(*clients, strict=True)))  # type: ignore[arg-type]
+    return tuple(torch.stack(column) for column in zip(*steps, strict=True))  # type: ignore[return-value]
 
 
 def _series(K: int, chunk: int, fewest: int, period: int) -> Iterator[tuple[int, int]]:

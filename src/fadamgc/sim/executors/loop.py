@@ -54,7 +54,7 @@ def _steps(job: Job) -> Iterator[tuple[list[Tensor], Result | None]]:
     with seeded(torch_seed(round.seed, FORWARD, round.t, job.client)):
         for k, positions in enumerate(job.batches):
             try:
-                g, loss = functions.gradient(x, buffers, *job.data.batch(positions))
+                g, loss = functions.gradient(x, buffers, *job.batch(k, positions))
             except Exception as error:
                 raise failure(job, k, len(positions), error) from error
             x, local = algo.step(down, client, local, x, round.gradients.adjust(x, g))
