@@ -46,7 +46,7 @@ def test_the_example_runs(capsys):
 
 EXAMPLES = [
     block
-    for page in ("extending", "compose", "methods")
+    for page in ("extending", "compose", "guide", "methods")
     for block in re.findall(r"```python\n(.*?)```", (ROOT / f"docs/{page}.md").read_text(), re.DOTALL)
 ]
 
