@@ -5,7 +5,11 @@ task = fadamgc.Task(model, loss, clients, test, metric=fadamgc.metrics.classific
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -84,3 +88,22 @@ def _labelled(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     labels = target.reshape(-1).long()
     is_label = labels >= 0
     return predicted.reshape(-1)[is_label], labels[is_label]
+
+
+def client_metrics(values: NDArray[np.float64], seen: Collection[int], goal: str = "max") -> dict[str, float]:
+    """Return how a metric is distributed over clients: mean, worst tenth, spread, and clients not yet seen.
+
+    ``seen`` are the clients that have taken part in training.
+
+    >>> client_metrics(np.array([0.5, 0.9, 1.0, 1.0]), seen=[1, 2, 3])["clients: worst tenth"]
+    0.5
+    """
+    ordered = np.sort(values) if goal == "max" else -np.sort(-values)
+    worst = ordered[: max(1, round(len(values) / 10))]
+    others = [value for i, value in enumerate(values) if i not in seen]
+    found = {
+        "clients: mean": float(values.mean()),
+        "clients: worst tenth": float(worst.mean()),
+        "clients: spread": float(values.std()),
+    }
+    return found | ({"clients: not yet seen": float(np.mean(others))} if others else {})

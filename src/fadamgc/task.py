@@ -49,6 +49,8 @@ class Task:
         transform: a function ``transform(inputs, targets)`` that is applied to every training batch, such as
             random augmentation; it returns both. Random numbers of torch's functions are drawn at an address
             (seed, round, client, step), so that they are the same on every executor.
+        client_tests: test data of each client, for ``simulate(eval_clients=True)``; None: the clients' own
+            training data.
 
     Example:
         >>> import fadamgc, torch
@@ -66,10 +68,13 @@ class Task:
     goal: Literal["max", "min"] | None = None
     name: str = "task"
     transform: Transform | None = None
+    client_tests: Iterable[Pair | Dataset[Any]] | None = None
     pairs: list[Pair] = field(init=False)
     """The clients' data as tensors."""
     test_pair: Pair | None = field(init=False)
     """The test data as tensors."""
+    client_test_pairs: list[Pair] | None = field(init=False)
+    """The test data of each client as tensors."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, nn.Module):
@@ -97,6 +102,7 @@ class Task:
         if not self.pairs:
             raise InputError("clients=[] is empty; give one pair of tensors per client")
         self.test_pair = None if self.test is None else _pair(self.test, "the test data")
+        self.client_test_pairs = self._client_tests()
         self._check_shapes()
         self._check_model()
         if self._items_vary():
@@ -163,6 +169,16 @@ class Task:
         """Whether a value of the metric is at least as good as a target."""
         return value <= target if self.goal == "min" else value >= target
 
+    def _client_tests(self) -> list[Pair] | None:
+        if self.client_tests is None:
+            return None
+        tests = None if isinstance(self.client_tests, (dict, str, Tensor)) else listed(self.client_tests)
+        if tests is None or len(tests) != self.n:
+            got = shown(self.client_tests) if tests is None else f"{len(tests)} entries"
+            raise InputError(f"client_tests has {got}; give one pair for each of {self.n} clients")
+        self.client_tests = tests
+        return [_pair(data, f"the test data of client {i}") for i, data in enumerate(tests)]
+
     def _items_vary(self) -> bool:
         """Whether an item of a Dataset has other values when it is read again; tried with a few items."""
         assert isinstance(self.clients, list)
@@ -183,8 +199,10 @@ class Task:
         return False
 
     def _named_pairs(self) -> list[tuple[str, Pair]]:
-        clients = [(f"client {i}", pair) for i, pair in enumerate(self.pairs)]
-        return clients if self.test_pair is None else [*clients, ("the test data", self.test_pair)]
+        named = [(f"client {i}", pair) for i, pair in enumerate(self.pairs)]
+        tests = enumerate(self.client_test_pairs or [])
+        named += [(f"the test data of client {i}", pair) for i, pair in tests]
+        return named if self.test_pair is None else [*named, ("the test data", self.test_pair)]
 
     def _check_shapes(self) -> None:
         x0, y0 = self.pairs[0]

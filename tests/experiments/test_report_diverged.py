@@ -148,7 +148,7 @@ def test_tuning_counts_a_point_whose_metric_is_not_finite(tmp_path):
     spec = parse_spec(text, "test").only(["fedavg"])
     for search in ("full", "race", "halving"):
         tuned = tune(spec.replace("tune", search=search), tmp_path / search, workers=1, quiet=True)
-        diverged = {point.eta_l: point.diverged for point in tuned.points if point.tried == 6}
+        diverged = {dict(point.values)["eta_l"]: point.diverged for point in tuned.points if point.tried == 6}
         assert diverged[0.05] == 0
         assert diverged.get(10.0, 1) == 1
         assert tuned.spec.methods[0].hyperparameters["eta_l"] == 0.05

@@ -12,7 +12,8 @@ from torch import Tensor
 from fadamgc.bundle import has_bundle, read_bundle
 from fadamgc.errors import InputError, not_accepted
 from fadamgc.experiments.planned_run import IDENTITY, MODEL
-from fadamgc.federation.run import Run, export_module, module_at
+from fadamgc.federation.run import Run
+from fadamgc.federation.trained import export_module, module_at
 from fadamgc.sim.checkpoint import load_run
 from fadamgc.task import Task
 from fadamgc.tasks.build import build_task

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fadamgc.task import Task, cast
+from fadamgc.task import Pair, cast
 
 
 class ClientData(NamedTuple):
@@ -35,16 +35,16 @@ class ClientData(NamedTuple):
 
 
 class ClientTable:
-    """The samples of all clients of a task, one client after the other in two tensors.
+    """The samples of all clients, one client after the other in two tensors.
 
     ``start`` has the first row of each client and ``size`` its number of samples.
     """
 
-    def __init__(self, task: Task, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, pairs: Sequence[Pair], dtype: torch.dtype, device: torch.device) -> None:
         self.inputs, self.targets = (
-            torch.cat([cast(pair[part], dtype, device) for pair in task.pairs]) for part in (0, 1)
+            torch.cat([cast(pair[part], dtype, device) for pair in pairs]) for part in (0, 1)
         )
-        self.size: NDArray[Any] = np.array([len(x) for x, _ in task.pairs], dtype=np.int64)
+        self.size: NDArray[Any] = np.array([len(x) for x, _ in pairs], dtype=np.int64)
         self.start = np.concatenate([[0], np.cumsum(self.size)[:-1]])
 
     def __len__(self) -> int:

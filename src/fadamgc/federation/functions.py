@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.func import functional_call, vmap
 
 from fadamgc.errors import ClientError, InputError, reason, shown
-from fadamgc.federation.client_data import ClientData
+from fadamgc.federation.client_data import ClientData, ClientTable
 from fadamgc.federation.sampling import EVALUATION, GRADIENT, torch_seed
 from fadamgc.federation.traits import changing_buffers
 from fadamgc.flat import Flat
@@ -168,6 +170,32 @@ class TaskFunctions:
             ) from error
 
     @torch.no_grad()
+    def evaluate_clients(
+        self, x: Tensor, buffers: Buffers, clients: ClientTable, seed: int, t: int
+    ) -> NDArray[np.float64]:
+        """Return the metric of the model on each client's data; of several numbers, the first.
+
+        All samples pass the model together, whatever the clients' sizes.
+        """
+        with seeded(torch_seed(seed, EVALUATION, t, 1)):
+            output = self._outputs(x, buffers, clients.inputs)
+        metric, values = self.task.metric, []
+        for outputs, targets in zip(
+            *(torch.split(t, clients.size.tolist()) for t in (output, clients.targets)), strict=True
+        ):
+            try:
+                if metric == "loss":
+                    value: Any = self.task.loss(outputs, targets)
+                else:
+                    value = metric(outputs, targets) if callable(metric) else accuracy(outputs, targets)
+                values.append(float(next(iter(value.values())) if isinstance(value, Mapping) else value))
+            except Exception as error:
+                raise InputError(
+                    f"the metric failed on the data of client {len(values)}: {reason(error)}"
+                ) from error
+        return np.array(values)
+
+    @torch.no_grad()
     def quick_test_loss(self, x: Tensor, buffers: Buffers, samples: int) -> float | None:
         """Return the loss on the first test samples; None without test data."""
         if self.test is None:
@@ -177,14 +205,19 @@ class TaskFunctions:
             return self._test_loss(x, buffers, inputs, targets)[1]
 
     def _test_loss(self, x: Tensor, buffers: Buffers, inputs: Tensor, y: Tensor) -> tuple[Tensor, float]:
+        try:
+            output = self._outputs(x, buffers, inputs)
+            return output, float(self.task.loss(output, y))
+        except Exception as error:
+            raise InputError(f"model or loss failed on the test data: {reason(error)}") from error
+
+    def _outputs(self, x: Tensor, buffers: Buffers, inputs: Tensor) -> Tensor:
+        """Return the outputs of the model in evaluation mode."""
         state = {**self.parameters(x), **buffers, **self.fixed}
         self.module.eval()
         try:
             chunks = torch.split(inputs, CHUNK)
-            output = torch.cat([functional_call(self.module, state, (chunk.clone(),)) for chunk in chunks])
-            return output, float(self.task.loss(output, y))
-        except Exception as error:
-            raise InputError(f"model or loss failed on the test data: {reason(error)}") from error
+            return torch.cat([functional_call(self.module, state, (chunk.clone(),)) for chunk in chunks])
         finally:
             self.module.train()
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import io
 import math
 import platform
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -18,17 +15,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
-from safetensors.torch import save_model
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fadamgc.algorithm import AnyAlgorithm, example
 from fadamgc.bundle import LazyTensor, read_bundle, write_bundle
 from fadamgc.errors import CheckpointError, FadamgcError, InputError, cut, not_accepted, shown, whole
+from fadamgc.federation.client_data import ClientTable
 from fadamgc.federation.client_states import ClientStates
 from fadamgc.federation.cost import WORK_COLUMNS, CostModel, Work
-from fadamgc.federation.functions import Buffers
-from fadamgc.files import write_atomic
-from fadamgc.flat import Flat
+from fadamgc.federation.functions import Buffers, TaskFunctions
+from fadamgc.federation.trained import Best, export_module, module_at
 from fadamgc.hyperparameters import with_schedules
 from fadamgc.loading import untrusted
 from fadamgc.methods import algorithms, make_algorithm
@@ -119,16 +116,6 @@ def _lengthen(column: Any, length: int) -> tuple[int, ...]:
     return values
 
 
-@dataclass(frozen=True, eq=False)
-class Best:
-    """The model of the round with the best metric, of a run with ``keep="best"``."""
-
-    round: int
-    metric: float
-    x: Tensor = field(repr=False)
-    buffers: Buffers = field(repr=False)
-
-
 @dataclass(eq=False, repr=False)
 class Run:
     """A finished simulation.
@@ -189,6 +176,17 @@ class Run:
         if self.task is None:
             raise FadamgcError("this run was loaded without its task; use load_run(path, task=...)")
         return module_at(self.task, x, buffers)
+
+    def evaluate_clients(self) -> NDArray[np.float64]:
+        """Return the metric of the trained model on the data of each client, its test data if it has them."""
+        if self.task is None:
+            raise FadamgcError("this run was loaded without its task; use load_run(path, task=...)")
+        functions = TaskFunctions(self.task, self.x.dtype)
+        pairs = self.task.client_test_pairs or self.task.pairs
+        table = ClientTable(pairs, functions.dtype, functions.device)
+        return functions.evaluate_clients(
+            self.x, self.buffers, table, self.settings["seed"], len(self.history)
+        )
 
     def export(self, path: str | Path, which: Literal["last", "best"] = "last") -> Path:
         """Write the trained model as a state_dict: ``.safetensors``, or ``.pt`` for ``torch.load``.
@@ -255,29 +253,6 @@ class Run:
             "history": [record.to_json() for record in self.history],
         }
         write_bundle(Path(path), NAME, content, tensors)
-
-
-def module_at(task: Task, x: Tensor, buffers: Buffers) -> nn.Module:
-    """Return a copy of a task's module with these parameters and buffers."""
-    module = copy.deepcopy(task.model)
-    Flat.of(module).load(module, x, buffers)
-    return module
-
-
-def export_module(module: nn.Module, path: Path) -> Path:
-    """Write the state_dict of a module into a file; the suffix says how."""
-    if path.suffix not in (".safetensors", ".pt", ".pth"):
-        raise not_accepted("path", str(path), "a file name that ends with .safetensors or .pt")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    data = io.BytesIO()
-    if path.suffix == ".safetensors":
-        with tempfile.TemporaryDirectory() as folder:  # save_model knows tensors that share memory
-            save_model(module, str(Path(folder) / "model"))
-            data.write((Path(folder) / "model").read_bytes())
-    else:
-        torch.save(module.state_dict(), data)
-    write_atomic(path, data.getvalue())
-    return path
 
 
 # Runs as plain data and tensors, in the folder of a saved run and in that of a checkpoint.

@@ -151,10 +151,16 @@ class Federation:
         cohort = Cohort(n=self.n, S=sums.S, K=sums.steps / sums.S, t=self.t + 1)
         return ServerState(self.algorithm.aggregate(server, sums.up, cohort), sums.mean_buffers(buffers))
 
+    @property
+    def is_evaluated(self) -> bool:
+        """Whether the next round is evaluated."""
+        t, s = self.t + 1, self.settings
+        return t % s.eval_every == 0 or t == s.rounds
+
     def evaluate(self, state: ServerState) -> dict[str, Any]:
         """Return the evaluation of the next round; {} if that round is not evaluated."""
         t, s = self.t + 1, self.settings
-        if t % s.eval_every and t != s.rounds:
+        if not self.is_evaluated:
             return {}
         return self.functions.evaluate(state.server.x, state.buffers, s.seed, t)
 

@@ -26,7 +26,13 @@ LARGEST_SEED = 2**128 - 1
 SMALLEST_WEIGHT = 1e-30  # relative to the mean weight: messages are multiplied by it, in float32
 DEFAULT_STEPS = 10  # local steps, if neither local_steps nor local_epochs is given
 WEIGHTS = "'uniform', 'size' or one number per client"
-NOT_IDENTITY = ("rounds", "target", "checkpoint_every", "dtype")  # dtype: the identity has the model's
+NOT_IDENTITY = (
+    "rounds",
+    "target",
+    "eval_clients",
+    "checkpoint_every",
+    "dtype",
+)  # dtype: the identity has the model's
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,7 @@ class Settings:
         schedule: who takes part in each round, instead of a draw.
         weights: "uniform", "size" (a client counts as its share of the data), or one number per client.
         eval_every: rounds between two evaluations; the last round is always evaluated.
+        eval_clients: whether each evaluation also has the metric on every client's data.
         target: stop as soon as the metric reaches this value.
         on_nonfinite: "error", or "drop" to skip a client whose update is not finite.
         checkpoint_every: rounds between two checkpoints; the last round always has one.
@@ -70,6 +77,7 @@ class Settings:
     schedule: tuple[Draw, ...] | None = None
     weights: Literal["uniform", "size"] | tuple[float, ...] = "uniform"
     eval_every: int = 1
+    eval_clients: bool = False
     target: float | None = None
     on_nonfinite: Literal["error", "drop"] = "error"
     checkpoint_every: int = 1
@@ -120,6 +128,8 @@ class Settings:
                 f"local_steps={self.local_steps} and local_epochs={self.local_epochs} are both given; "
                 "give one of them"
             )
+        if not isinstance(self.eval_clients, bool):
+            raise not_accepted("eval_clients", self.eval_clients, "True or False")
         if not isinstance(self.on_nonfinite, str) or self.on_nonfinite not in ("error", "drop"):
             raise not_accepted("on_nonfinite", self.on_nonfinite, "'error' or 'drop'")
         if self.target is not None:

@@ -30,7 +30,7 @@ class LocalClient:
         self.client = client
         task = Task(model, loss, [data])
         self.functions = TaskFunctions(task)
-        self.data = ClientTable(task, self.functions.dtype, self.functions.device)[0]
+        self.data = ClientTable(task.pairs, self.functions.dtype, self.functions.device)[0]
 
     def train(self, round: Round, settings: Settings, state: object, tracked: bool) -> Result:
         """Run the client's part of a round."""

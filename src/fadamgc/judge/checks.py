@@ -126,7 +126,7 @@ def check_client_optimizer(algorithm: AnyAlgorithm) -> None:
     run = _simulate(algorithm, task)
     functions = TaskFunctions(task, torch.float64)
     model = TaskFunctions(task, torch.float64).module.requires_grad_(True)
-    table = ClientTable(task, functions.dtype, functions.device)
+    table = ClientTable(task.pairs, functions.dtype, functions.device)
     settings = Settings(rounds=ROUNDS, local_steps=K, batch_size=BATCH, seed=SEED)
     bound = algorithm.for_model(functions.flat.shapes)
 

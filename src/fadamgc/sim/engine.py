@@ -23,12 +23,14 @@ from fadamgc.federation.cost import CostModel, state_bytes
 from fadamgc.federation.functions import Buffers
 from fadamgc.federation.group_rounds import GroupRounds
 from fadamgc.federation.jobs import Job, Result
-from fadamgc.federation.run import Best, Record, Run, module_at, other_types
+from fadamgc.federation.run import Record, Run, other_types
 from fadamgc.federation.sampling import Draw
 from fadamgc.federation.server import Federation, ServerState
 from fadamgc.federation.settings import Settings
 from fadamgc.federation.sums import all_finite
+from fadamgc.federation.trained import Best, module_at
 from fadamgc.grouped import GroupedAlgorithm
+from fadamgc.metrics import client_metrics
 from fadamgc.runtime import memory
 from fadamgc.sim.checkpoint import Checkpoint
 from fadamgc.sim.executors.auto import EXECUTORS, ExecutorChoice
@@ -340,11 +342,23 @@ class Engine:
             )
             raise NonFiniteError(None, t, None, message)
         evaluation = federation.evaluate(after)
+        if self.settings.eval_clients and federation.is_evaluated:
+            named = evaluation.get("metrics", {}) | self._client_metrics(after)
+            evaluation = evaluation | {"metrics": named}
         seconds = time.perf_counter() - self._began
         absences = {"silent": self._silent, "absent": self._absent}
         return after, federation.record(
             draw, sums, evaluation, steps, seconds, dropped, **absences, work=work
         )
+
+    def _client_metrics(self, state: ServerState) -> dict[str, float]:
+        """Return how the metric on the clients' data is distributed after this round."""
+        tests, seed = self._task_parts.client_tests, self.settings.seed
+        values = self.functions.evaluate_clients(state.server.x, state.buffers, tests, seed, self.t + 1)
+        records = [(r.sampled, r.absent) for r in self.federation.history]
+        records.append((self._draw.sampled, self._absent))
+        seen = {i for sampled, absent in records for i in sampled if i not in absent}
+        return client_metrics(values, seen, str(self.federation.task.goal))
 
     def _check_left(self, t: int, jobs: Sequence[Job], dropped: Sequence[int]) -> None:
         """Refuse to continue if no update is left and more than half of all clients have been dropped.

@@ -28,6 +28,13 @@ class TaskParts:
     clients: ClientTable
 
     @cached_property
+    def client_tests(self) -> ClientTable:
+        """The data on which single clients are evaluated: their test data, or else what they train on."""
+        f = self.functions
+        pairs = f.task.client_test_pairs
+        return self.clients if pairs is None else ClientTable(pairs, f.dtype, f.device)
+
+    @cached_property
     def fingerprint(self) -> dict[str, str]:
         """Digests of data and model, loss and metric, by which a checkpoint recognises the task."""
         f, clients, task = self.functions, self.clients, self.functions.task
@@ -73,7 +80,7 @@ class Resources:
             if cached_task is task and place == (dtype, device):
                 return parts
         functions = TaskFunctions(task, dtype, device)
-        parts = TaskParts(functions, ClientTable(task, functions.dtype, functions.device))
+        parts = TaskParts(functions, ClientTable(task.pairs, functions.dtype, functions.device))
         self._tasks.append((task, (dtype, device), parts))
         return parts
 

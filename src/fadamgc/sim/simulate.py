@@ -36,6 +36,7 @@ def simulate(
     schedule: Sequence[tuple[Sequence[int], Sequence[int]]] | None = None,
     weights: Literal["uniform", "size"] | Sequence[float] = "uniform",
     eval_every: int = 1,
+    eval_clients: bool = False,
     target: float | None = None,
     on_nonfinite: Literal["error", "drop"] = "error",
     groups: Sequence[Sequence[int]] | int | None = None,
@@ -75,6 +76,9 @@ def simulate(
             A weighted run minimises the weighted mean of the clients' losses, and y is the weighted
             mean of the y_i.
         eval_every: rounds between two evaluations; the last round is always evaluated.
+        eval_clients: whether each evaluation also has the metric on every client's data (its test data, if
+            the task has them): "clients: mean", "clients: worst tenth", "clients: spread" and "clients: not
+            yet seen" in ``record.metrics``.
         target: stop as soon as the metric reaches this value.
         on_nonfinite: "error", or "drop" to skip a client whose update is not finite; its state does not
             change and the record names it. In both cases a NonFiniteError ends the run if the server's
@@ -129,6 +133,7 @@ def simulate(
         schedule=schedule,
         weights=weights,
         eval_every=eval_every,
+        eval_clients=eval_clients,
         target=target,
         on_nonfinite=on_nonfinite,
         groups=groups,

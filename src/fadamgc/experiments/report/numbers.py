@@ -132,6 +132,12 @@ class Results(SavedExperiment):
         return self.spec.task.metric == "accuracy"
 
     @property
+    def high_is_good(self) -> bool:
+        """Whether large values of the metric are better."""
+        runs = [run for runs in self.runs.values() for run in runs]
+        return runs[0].goal == "max" if runs else self.accuracy
+
+    @property
     def target(self) -> str:
         """The target as tables and legends show it."""
         target = self.spec.run.target

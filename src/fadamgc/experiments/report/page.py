@@ -21,7 +21,15 @@ import jinja2
 from fadamgc.escape import printable
 from fadamgc.experiments.report.numbers import Experiments, ReportedExperiment, Results
 from fadamgc.experiments.report.plots import colour
-from fadamgc.experiments.report.tables import extent, group_links, legend, pricing, results_table
+from fadamgc.experiments.report.tables import (
+    FURTHER,
+    extent,
+    further_table,
+    group_links,
+    legend,
+    pricing,
+    results_table,
+)
 from fadamgc.federation.cost import PerClient
 from fadamgc.federation.run import Run
 from fadamgc.tasks.sections import CustomTask
@@ -83,6 +91,8 @@ def _context(experiment: ReportedExperiment) -> dict[str, Any]:
     return {
         "name": experiment.name,
         "table": table,
+        "further": further_table(results),
+        "further_caption": FURTHER,
         "colours": [colour(number, len(table.rows)) for number in range(len(table.rows))],
         "legend": legend(results).split(pricing(results), 1),
         "pricing": pricing(results),

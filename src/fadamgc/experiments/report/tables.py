@@ -125,7 +125,7 @@ def results_table(results: Results) -> Table:
     """
     rows, accuracy = results.rows, results.accuracy
     finals = [row.final.mean for row in rows if not math.isnan(row.final.mean) and not row.diverged]
-    best_final = (max if accuracy else min)(finals, default=None)
+    best_final = (max if results.high_is_good else min)(finals, default=None)
     scale, form, unit = (100, ".1f", " %") if accuracy else (1, ".2e", "")
     minutes = _three_digits([row.minutes.mean for row in rows])
     mb = _three_digits([row.mb for row in rows])
@@ -178,7 +178,7 @@ def _best(results: Results, measure: str) -> float:
         if (row.reached if reach else row.runs - row.diverged) == len(results.spec.run.seeds)
         and not math.isnan(mean := getattr(row, measure).mean)
     ]
-    return (max if results.accuracy and not reach else min)(means, default=math.nan)
+    return (max if results.high_is_good and not reach else min)(means, default=math.nan)
 
 
 def final_cell(row: Row, final: Spread, form: str, unit: str = "", bold: bool = False) -> Cell:
@@ -192,7 +192,28 @@ def final_cell(row: Row, final: Spread, form: str, unit: str = "", bold: bool = 
 def results_markdown(results: Results) -> str:
     """Render the table of an experiment in Markdown, with its caption and legend."""
     table = results_table(results).to_markdown()
-    return f"{escape.markdown(caption(results))}.\n{legend(results)}\n\n{table}"
+    further = further_table(results)
+    more = "" if further is None else f"\n{FURTHER}:\n\n{further.to_markdown()}"
+    return f"{escape.markdown(caption(results))}.\n{legend(results)}\n\n{table}{more}"
+
+
+FURTHER = "Further metrics at the end, mean ± sample standard deviation over seeds"
+
+
+def further_table(results: Results) -> Table | None:
+    """Tabulate all named numbers of the last evaluation, one row per method; None if there are none."""
+    last: dict[str, list[dict[str, float]]] = {
+        label: [next((r.metrics for r in reversed(run.history) if r.metrics), {}) for run in runs]
+        for label, runs in results.runs.items()
+    }
+    names = list(dict.fromkeys(name for of_method in last.values() for named in of_method for name in named))
+    if not names:
+        return None
+    rows = []
+    for label, of_method in last.items():
+        spreads = [Spread.of([named[name] for named in of_method if name in named]) for name in names]
+        rows.append([Cell(printable(label)), *(number(spread, ".3g") for spread in spreads)])
+    return Table(["Method", *map(printable, names)], rows, "l" + "r" * len(names))
 
 
 def caption(results: Results) -> str:

@@ -78,6 +78,7 @@ class RunSpec(Section):
     target: Finite | None = None
     stop_at_target: bool = False
     eval_every: Count = 1
+    eval_clients: bool = False
     weights: Annotated[Any, BeforeValidator(_check_weights)] = "uniform"
     on_nonfinite: Literal["error", "drop"] = "error"
     groups: Annotated[Any, BeforeValidator(_check_groups)] = None  # for methods with groups, as group_rounds

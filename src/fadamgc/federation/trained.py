@@ -1,0 +1,52 @@
+"""The trained model of a run: as a module, and as a file."""
+
+from __future__ import annotations
+
+import copy
+import io
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_model
+from torch import Tensor, nn
+
+from fadamgc.errors import not_accepted
+from fadamgc.federation.functions import Buffers
+from fadamgc.files import write_atomic
+from fadamgc.flat import Flat
+from fadamgc.task import Task
+
+
+@dataclass(frozen=True, eq=False)
+class Best:
+    """The model of the round with the best metric, of a run with ``keep="best"``."""
+
+    round: int
+    metric: float
+    x: Tensor = field(repr=False)
+    buffers: Buffers = field(repr=False)
+
+
+def module_at(task: Task, x: Tensor, buffers: Buffers) -> nn.Module:
+    """Return a copy of a task's module with these parameters and buffers."""
+    module = copy.deepcopy(task.model)
+    Flat.of(module).load(module, x, buffers)
+    return module
+
+
+def export_module(module: nn.Module, path: Path) -> Path:
+    """Write the state_dict of a module into a file; the suffix says how."""
+    if path.suffix not in (".safetensors", ".pt", ".pth"):
+        raise not_accepted("path", str(path), "a file name that ends with .safetensors or .pt")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = io.BytesIO()
+    if path.suffix == ".safetensors":
+        with tempfile.TemporaryDirectory() as folder:  # save_model knows tensors that share memory
+            save_model(module, str(Path(folder) / "model"))
+            data.write((Path(folder) / "model").read_bytes())
+    else:
+        torch.save(module.state_dict(), data)
+    write_atomic(path, data.getvalue())
+    return path
