@@ -209,7 +209,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="cases whose names contain this")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    before = torch.load(arguments.file, weights_only=True) if arguments.command == "compare" else {}
+    before = torch.load(arguments.file, weights_only=False) if arguments.command == "compare" else {}
     found, different = {}, 0
     for name, run in cases():
         if arguments.only not in name:

@@ -343,7 +343,7 @@ def test_records_without_states(tmp_path):
     with pytest.raises(fadamgc.FadamgcError, match="without its states; pass states=False"):
         back.save(tmp_path / "again")
     back.save(tmp_path / "again", states=False)
-    with pytest.raises(fadamgc.FadamgcError, match="without its task"):
+    with pytest.raises(fadamgc.FadamgcError, match="without its states"):
         _ = back.model
 
 

@@ -136,15 +136,20 @@ class PlannedRun:
         write_atomic(self.folder / DIVERGED_RECORD, json.dumps(record).encode())
 
     def _is_identity(self, saved: object) -> bool:
-        """Compare a saved identity with this one; settings and hyperparameters that are None do not count."""
-        return bool(_without_none(saved) == _without_none(self.identity()))
+        """Compare a saved identity with this one.
+
+        Settings with their default do not count (a record of an earlier version lacks newer ones), nor do
+        hyperparameters that are None.
+        """
+        return bool(_essential(saved) == _essential(self.identity()))
 
 
-def _without_none(identity: Any) -> Any:
+def _essential(identity: Any) -> Any:
+    defaults = {name: field.default for name, field in RunSpec.model_fields.items()}
     try:
         method, run = identity["method"], identity["run"]
         values = {key: value for key, value in method["hyperparameters"].items() if value is not None}
-        settings = {key: value for key, value in run.items() if value is not None}
+        settings = {key: value for key, value in run.items() if value != defaults.get(key)}
         return identity | {"run": settings, "method": method | {"hyperparameters": values}}
     except (KeyError, TypeError, AttributeError):
         return identity  # not an identity
