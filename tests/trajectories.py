@@ -191,7 +191,7 @@ def differences(a: Any, b: Any, path: str = "") -> Iterator[str]:
                 yield f"{path}.{key}: only in one"
             else:
                 yield from differences(a[key], b[key], f"{path}.{key}")
-    elif isinstance(a, list):
+    elif isinstance(a, (list, tuple)):
         if len(a) != len(b):
             yield f"{path}: {len(a)} and {len(b)} entries"
         for i, (one, other) in enumerate(zip(a, b, strict=False)):
