@@ -29,7 +29,7 @@ ALLOWED = {
     "methods": {"algebra", "algorithm"},
     "optim": {"algorithm"},
     "data": set(),
-    "task": {"data"},  # with flat.py; Task.split distributes arrays
+    "task": {"data"},  # with flat.py, samples.py and task_checks.py; Task.split distributes arrays
     "models": set(),
     "tasks": {"data", "models", "task"},
     "federation": {"algorithm", "methods", "task"},
@@ -83,7 +83,14 @@ ALLOWED = {
     "__main__": {"cli"},
 }
 ROOM_OF = {"rules": "algorithm", "flat": "task", "experiments.planned_run": "experiments.folder"}
-ROOM_OF |= {"grouped": "algorithm", "metrics": "task", "hook": "optim", "pieces": "optim"}
+ROOM_OF |= {
+    "grouped": "algorithm",
+    "metrics": "task",
+    "samples": "task",
+    "task_checks": "task",
+    "hook": "optim",
+    "pieces": "optim",
+}
 
 
 def room_of(module: str) -> str:

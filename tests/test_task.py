@@ -223,7 +223,9 @@ def test_sequences_of_different_lengths_are_refused():
         def __getitem__(self, i):
             return torch.ones(2 + i // 2, 3), 0
 
-    with pytest.raises(fadamgc.InputError, match=r"client 0 .* sample 2 has shape \(3, 3\), .* pad them"):
+    with pytest.raises(
+        fadamgc.InputError, match=r"client 0 .* sample 2 has shape \(3, 3\), .* that pads the"
+    ):
         fadamgc.Task(mlp(), F.cross_entropy, [Sequences()])
 
 

@@ -196,6 +196,10 @@ def differences(a: Any, b: Any, path: str = "") -> Iterator[str]:
             yield f"{path}: {len(a)} and {len(b)} entries"
         for i, (one, other) in enumerate(zip(a, b, strict=False)):
             yield from differences(one, other, f"{path}[{i}]")
+    elif isinstance(a, str) and isinstance(b, str) and a.startswith("{"):  # a record as JSON
+        one, other = json.loads(a), json.loads(b)
+        for key in one.keys() & other.keys():  # fields that only one version has do not count
+            yield from differences(one[key], other[key], f"{path}.{key}")
     elif a != b:
         yield f"{path}: {str(a)[:200]} and {str(b)[:200]}"
 

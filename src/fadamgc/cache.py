@@ -102,7 +102,7 @@ def _read(path: Path, name: str, mapped: bool) -> npt.NDArray[Any]:
         identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
         if status.st_size <= DIGEST:
             raise ValueError("it is too short")
-        content = np.memmap(file, np.uint8, "r") if mapped else np.fromfile(file, np.uint8)
+        content = np.memmap(file, np.uint8, "c") if mapped else np.fromfile(file, np.uint8)
         if not mapped or _verified.get(path) != identity:
             if _digest(name, content[:-DIGEST]) != content[-DIGEST:].tobytes():
                 raise ValueError("it has no digest, or one that does not match its content")

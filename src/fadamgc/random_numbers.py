@@ -1,9 +1,14 @@
-"""Random numbers of torch's functions from a given generator, also in a thread."""
+"""Random numbers from given seeds: of torch's functions, also in a thread, and of Datasets."""
 
 from __future__ import annotations
 
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -46,3 +51,27 @@ def _draws(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
 
 def _takes_generator(func: Any) -> bool:
     return any(argument.name == "generator" for argument in func._schema.arguments)
+
+
+_lock = threading.Lock()  # the generators of Python and numpy belong to all threads
+
+
+@contextmanager
+def readers_seeded(seed: int) -> Iterator[None]:
+    """Seed the global numbers of Python and numpy, which a Dataset may use, in a ``with`` block."""
+    with _lock:
+        state, numpy_state = random.getstate(), np.random.get_state()
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        try:
+            yield
+        finally:
+            random.setstate(state)
+            np.random.set_state(numpy_state)
+
+
+@contextmanager
+def reading_at(seed: int) -> Iterator[None]:
+    """Let a Dataset draw from a seed, with torch's functions too, in any thread."""
+    with readers_seeded(seed), DrawFrom(torch.Generator().manual_seed(seed)):
+        yield

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import pickle
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
 import torch
+import torch.multiprocessing  # teaches ForkingPickler to share tensors
 
 from fadamgc.errors import InputError
+
+log = logging.getLogger("fadamgc")
 
 CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
@@ -40,6 +46,20 @@ def check_room(setting: str, size: int) -> None:
             f"{setting} needs {size / 1e9:.3g} GB, this machine has {available / 1e9:.3g} GB of memory; "
             "choose smaller numbers"
         )
+
+
+def pickled(value: object) -> bytes:
+    """Pickle a value for one other process of this machine; tensors stay where they are, in shared memory.
+
+    If the machine has too little shared memory (as some containers have), the tensors are copied.
+    """
+    try:
+        return bytes(ForkingPickler.dumps(value))
+    except RuntimeError as error:
+        if "shared memory" not in str(error):
+            raise
+        log.warning("%s; each process gets a copy of the data", error)
+        return pickle.dumps(value)
 
 
 @contextmanager

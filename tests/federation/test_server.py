@@ -21,14 +21,14 @@ def federation_of(algo, task, **options):
     settings = Settings.of(**OPTIONS | options)
     functions = TaskFunctions(task, settings.dtype)
     federation = Federation(algo, functions, task.n, settings)
-    federation.weights = settings.weight_of(ClientTable(task.pairs, functions.dtype, functions.device).size)
+    federation.weights = settings.weight_of(ClientTable(task.samples, functions.dtype, functions.device).size)
     return federation
 
 
 def play(federation, states):
     """One round in a dozen lines: what every runner does around the federation."""
     functions, s = federation.functions, federation.settings
-    table = ClientTable(federation.task.pairs, functions.dtype, functions.device)
+    table = ClientTable(federation.task.samples, functions.dtype, functions.device)
     draw, round, sums = federation.who(), federation.open(), federation.new_sums()
     for i in draw.sampled:
         batches = s.batches(round.t, i, table[i].size)

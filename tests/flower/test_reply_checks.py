@@ -14,6 +14,7 @@ from fadamgc.flower.client_round import LocalClient
 from fadamgc.flower.client_store import ClientStore
 from fadamgc.flower.coordinator import Scale
 from fadamgc.flower.protocol import RefusedError
+from fadamgc.samples import Rows
 from problems import class_task
 
 flwr = pytest.importorskip("flwr", reason="Flower is not installed")
@@ -212,18 +213,20 @@ def test_a_federation_of_a_16_bit_model_looks_at_the_test_loss(eval_every, tmp_p
 
 def test_a_loss_that_fails_on_the_test_data_is_an_error_with_a_reason(tmp_path):
     world = World(tmp_path, sampled=3, tracked=3, eval_every=100)
-    inputs, targets = world.server.functions.test
-    world.server.functions.test = inputs, targets + 1000
+    functions = world.server.functions
+    inputs, targets = functions.test.samples.pair()
+    functions.test = functions.data_of(Rows(inputs, targets + 1000))
     with pytest.raises(InputError, match="model or loss failed on the test data"):
         world.round()
 
 
 def test_a_test_loss_that_never_was_finite_stops_nothing(tmp_path):
     world = World(tmp_path, sampled=3, tracked=3)
-    inputs, targets = world.server.functions.test
-    world.server.functions.test = inputs * float("nan"), targets
+    functions = world.server.functions
+    inputs, targets = functions.test.samples.pair()
+    functions.test = functions.data_of(Rows(inputs * float("nan"), targets))
     assert world.round().dropped == ()
-    world.server.functions.test = inputs, targets
+    functions.test = functions.data_of(Rows(inputs, targets))
     world.round()
     world.check()
 

@@ -142,7 +142,7 @@ def with_client_optimizer(algo, task, rounds, who, K, B, seed):
     """The same federation in a hand-written training loop that uses only the simulator's draws."""
     model = TaskFunctions(task, torch.float64).module.requires_grad_(True)
     functions = TaskFunctions(task, torch.float64)
-    table = ClientTable(task.pairs, functions.dtype, functions.device)
+    table = ClientTable(task.samples, functions.dtype, functions.device)
     loss_of = task.loss
 
     def whole_gradient(x, client):

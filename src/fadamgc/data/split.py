@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import Subset, TensorDataset
 
 from fadamgc.data.partition import Partition, dirichlet, iid, natural
 from fadamgc.errors import InputError, finite, listed, not_accepted, shown
@@ -18,8 +19,8 @@ STREAM = 0x73706C74  # "splt" in ASCII; no other random numbers use this number 
 
 def split(
     X: Any, y: Any, clients: Any, alpha: float | None, test: Any, seed: int, min_size: int
-) -> tuple[list[Pair], Pair]:
-    """Return the clients' data and the test data; ``Task.split`` explains the arguments."""
+) -> tuple[list[Subset[Any]], Pair]:
+    """Return the clients' data, rows of the same tensors, and the test data; see ``Task.split``."""
     inputs, targets = _tensor("X", X), _tensor("y", y)
     if len(inputs) != len(targets):
         raise InputError(f"X has {len(inputs)} samples and y {len(targets)}; give one target per sample")
@@ -47,7 +48,8 @@ def split(
         parts = iid(len(rows), clients, seed)
     else:
         raise InputError(f"alpha={alpha} needs labels, whole numbers (n,); omit it for other targets")
-    return [(inputs[rows[part]], targets[rows[part]]) for part in parts], test_pair
+    data = TensorDataset(inputs, targets)
+    return [Subset(data, rows[part].tolist()) for part in parts], test_pair
 
 
 def _tensor(name: str, values: Any) -> Tensor:

@@ -23,10 +23,12 @@ from fadamgc.federation.cost import CostModel
 from fadamgc.federation.run import Run
 from fadamgc.loading import is_importable, provide
 from fadamgc.methods import algorithm_class, algorithm_name
+from fadamgc.samples import Items
 from fadamgc.task import Task
 from fadamgc.tasks.build import completed
 from fadamgc.tasks.sections import FunctionTask, TaskSpec, task_spec
 from fadamgc.toml import frozen
+from fadamgc.tree import leaves
 
 TaskMaker = Callable[..., Task]
 
@@ -219,7 +221,11 @@ def _check_importable(task: Any, methods: Any, workers: int) -> None:
 def _digest(task: Task) -> str:
     """Return a name for the task's data and model, so that the runs of another one are not taken for its."""
     sha = hashlib.sha256(repr(task.model).encode())
-    tensors = [t for pair in (*task.pairs, task.test_pair or ()) for t in pair]
+    if any(isinstance(data, Items) for data in task.samples):  # of data that is read per batch, two samples
+        sha.update(repr([*map(len, task.samples)]).encode())
+        tensors = leaves(task.sample())
+    else:
+        tensors = [t for pair in (*task.pairs, task.test_pair or ()) for t in pair]
     for tensor in (*tensors, *task.model.state_dict().values()):
         sha.update(tensor_bytes(tensor.detach().cpu()))
     return sha.hexdigest()[:16]

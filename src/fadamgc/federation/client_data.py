@@ -1,8 +1,9 @@
-"""The clients' data: the samples of a client are a value in its job."""
+"""The clients' data on one device and in one dtype: the samples of a client are a value in its job."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,45 +11,77 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fadamgc.task import Pair, cast
+from fadamgc.random_numbers import readers_seeded
+from fadamgc.runtime import seeded
+from fadamgc.samples import Items, Rows, Samples, cast, map_tensors
 
 
 class ClientData(NamedTuple):
-    """The samples of one client: rows ``start`` to ``start + size - 1`` of tensors that clients may share."""
+    """The samples of one client, or of a test set. Batches are made in the dtype that the model needs."""
 
-    inputs: Tensor
-    targets: Tensor
-    start: int
-    size: int
+    samples: Samples
+    dtype: torch.dtype
+    device: torch.device
 
-    def batch(self, positions: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+    @property
+    def size(self) -> int:
+        """The number of samples."""
+        return len(self.samples)
+
+    @property
+    def is_read_per_batch(self) -> bool:
+        """Whether the samples are items of a Dataset, and not in memory."""
+        return isinstance(self.samples, Items)
+
+    def batch(self, positions: NDArray[np.int64]) -> tuple[Any, Any]:
         """Return inputs and targets at some positions, 0 .. size - 1, in the client's samples."""
-        rows = torch.from_numpy(positions + self.start).to(self.inputs.device)
-        return self.inputs[rows], self.targets[rows]
+        inputs, targets = self.samples.batch(positions)
+        return map_tensors(self._ready, inputs), map_tensors(self._ready, targets)
 
-    def chunks(self, length: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield copies of all samples in order, at most ``length`` at a time."""
-        end = self.start + self.size
-        for first in range(self.start, end, length):
-            rows = slice(first, min(first + length, end))
-            yield self.inputs[rows].clone(), self.targets[rows].clone()
+    def chunks(self, length: int, samples: int | None = None) -> Iterator[tuple[Any, Any]]:
+        """Yield copies of all samples (or the first ones) in order, at most ``length`` at a time."""
+        end = self.size if samples is None else min(samples, self.size)
+        for first in range(0, end, length):
+            yield self.batch(np.arange(first, min(first + length, end)))
+
+    @contextmanager
+    def draws_at(self, seed: int) -> Iterator[None]:
+        """Seed torch's global numbers in a ``with`` block, and those that a Dataset may use as well."""
+        with seeded(seed), readers_seeded(seed) if self.is_read_per_batch else nullcontext():
+            yield
+
+    def _ready(self, part: Tensor) -> Tensor:
+        return cast(part, self.dtype, self.device)
 
 
 class ClientTable:
-    """The samples of all clients, one client after the other in two tensors.
+    """The samples of all clients; ``size`` has the number of samples of each.
 
-    ``start`` has the first row of each client and ``size`` its number of samples.
+    Samples in memory are on the device, as rows of tensors that all clients share.
     """
 
-    def __init__(self, pairs: Sequence[Pair], dtype: torch.dtype, device: torch.device) -> None:
-        self.inputs, self.targets = (
-            torch.cat([cast(pair[part], dtype, device) for pair in pairs]) for part in (0, 1)
-        )
-        self.size: NDArray[Any] = np.array([len(x) for x, _ in pairs], dtype=np.int64)
-        self.start = np.concatenate([[0], np.cumsum(self.size)[:-1]])
+    def __init__(self, clients: Sequence[Samples], dtype: torch.dtype, device: torch.device) -> None:
+        rows = [data for data in clients if isinstance(data, Rows)]
+        if len(rows) == len(clients):
+            inputs, targets = rows[0].inputs.to(device), rows[0].targets.to(device)
+            clients = [Rows(inputs, targets, data.index) for data in rows]
+        self.clients = [ClientData(data, dtype, device) for data in clients]
+        self.size: NDArray[Any] = np.array([len(data) for data in clients], dtype=np.int64)
 
     def __len__(self) -> int:
         return len(self.size)
 
     def __getitem__(self, client: int) -> ClientData:
-        return ClientData(self.inputs, self.targets, int(self.start[client]), int(self.size[client]))
+        return self.clients[client]
+
+    @property
+    def is_read_per_batch(self) -> bool:
+        """Whether samples of some client are items of a Dataset, and not in memory."""
+        return any(data.is_read_per_batch for data in self.clients)
+
+    def together(self) -> ClientData:
+        """Return the samples of all clients, one client after the other, if they are in memory."""
+        first, index = self.clients[0], [data.samples.index for data in self.clients]
+        assert isinstance(first.samples, Rows)
+        rows = Rows(first.samples.inputs, first.samples.targets, np.concatenate(index))
+        return first._replace(samples=rows)

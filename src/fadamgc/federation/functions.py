@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -19,7 +19,9 @@ from fadamgc.federation.traits import changing_buffers
 from fadamgc.flat import Flat
 from fadamgc.metrics import accuracy
 from fadamgc.runtime import seeded
-from fadamgc.task import Task, cast
+from fadamgc.samples import Rows, Samples, cast, map_tensors
+from fadamgc.task import Task
+from fadamgc.tree import leaves, rebuild
 
 Buffers: TypeAlias = dict[str, Tensor]
 
@@ -61,8 +63,9 @@ class TaskFunctions:
         self.x0 = self.flat.flatten(self.module)
         if self.mixed:
             self.x0 = self.x0.float()
-        self.sample = self._cast(*(part[:2] for part in max(task.pairs, key=lambda pair: len(pair[0]))))
-        self.test = None if task.test_pair is None else self._cast(*task.test_pair)
+        inputs, targets = task.sample()
+        self.sample = tuple(map_tensors(self._cast, part) for part in (inputs, targets))
+        self.test = None if task.test_samples is None else self.data_of(task.test_samples)
         self.module.train()
         changing = changing_buffers(self.module, self.sample[0])
         tensors = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
@@ -82,15 +85,20 @@ class TaskFunctions:
         inputs, targets = self.sample
         with seeded(0), torch.no_grad():
             before = torch.get_rng_state()
-            self.loss(self.x0, self.fresh_buffers(), inputs.clone(), targets)
+            self.loss(self.x0, self.fresh_buffers(), map_tensors(torch.clone, inputs), targets)
             return not torch.equal(before, torch.get_rng_state())
+
+    def data_of(self, samples: Samples) -> ClientData:
+        """Return samples on the device of the model."""
+        samples = samples.to(self.device) if isinstance(samples, Rows) else samples
+        return ClientData(samples, self.dtype, self.device)
 
     def fresh_buffers(self) -> Buffers:
         """Return a copy of ``buffers0``."""
         return {name: value.clone() for name, value in self.buffers0.items()}
 
     def loss(
-        self, x: Tensor, buffers: Buffers, inputs: Tensor, targets: Tensor, fixed: Buffers | None = None
+        self, x: Tensor, buffers: Buffers, inputs: Any, targets: Any, fixed: Buffers | None = None
     ) -> Tensor:
         """Return the training loss at x on one batch. CHANGES the buffers, as the module would."""
         return self.task.loss(self._output(x, buffers, inputs, fixed), targets)
@@ -110,7 +118,7 @@ class TaskFunctions:
         """Return the model's parameters at x, in the type that the model computes in."""
         return self.flat.unflatten(x.to(self.dtype) if self.mixed and x.dtype == torch.float32 else x)
 
-    def gradient(self, x: Tensor, buffers: Buffers, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def gradient(self, x: Tensor, buffers: Buffers, inputs: Any, targets: Any) -> tuple[Tensor, Tensor]:
         """Return gradient and loss at x on one batch. CHANGES the buffers."""
         with torch.enable_grad():
             x = x.detach().requires_grad_()
@@ -125,8 +133,11 @@ class TaskFunctions:
     ) -> Tensor:
         """Return the gradient at x of the loss over all of a client's data, without changing the buffers."""
         total = torch.zeros_like(x)
-        with seeded(torch_seed(seed, GRADIENT, t, client)):
+        done = 0
+        with data.draws_at(torch_seed(seed, GRADIENT, t, client)):
             for inputs, targets in data.chunks(CHUNK):
+                count = min(CHUNK, data.size - done)
+                done += count
                 scratch = {name: value.clone() for name, value in buffers.items()}
                 try:
                     g, _ = self.gradient(x, scratch, inputs, targets)
@@ -135,7 +146,7 @@ class TaskFunctions:
                         f"model or loss failed for client {client}, round {t}, on its whole data: "
                         f"{reason(error)}"
                     ) from error
-                total = total + g * (len(inputs) / data.size)
+                total = total + g * (count / data.size)
         return total
 
     @torch.no_grad()
@@ -146,10 +157,9 @@ class TaskFunctions:
         """
         if self.test is None:
             return {}
-        inputs, targets = self.test
         metric = self.task.metric
-        with seeded(torch_seed(seed, EVALUATION, t)):
-            output, loss = self._test_loss(x, buffers, inputs, targets)
+        with self.test.draws_at(torch_seed(seed, EVALUATION, t)):
+            output, targets, loss = self._test_loss(x, buffers, self.test.chunks(CHUNK))
         if not callable(metric):
             if metric == "loss":
                 return {"test_loss": loss, "test_metric": loss}
@@ -164,9 +174,10 @@ class TaskFunctions:
             found = {"test_loss": loss, "test_metric": first, "metrics": named}
             return found | ({"test_accuracy": named["accuracy"]} if "accuracy" in named else {})
         except Exception as error:
+            shape = tuple(targets.shape) if isinstance(targets, Tensor) else type(targets).__name__
             raise InputError(
                 f"metric={metric!r} must return a number, or a dict of named numbers, for outputs of shape "
-                f"{tuple(output.shape)} and targets of shape {tuple(targets.shape)}: {reason(error)}"
+                f"{tuple(output.shape)} and targets of shape {shape}: {reason(error)}"
             ) from error
 
     @torch.no_grad()
@@ -175,13 +186,11 @@ class TaskFunctions:
     ) -> NDArray[np.float64]:
         """Return the metric of the model on each client's data; of several numbers, the first.
 
-        All samples pass the model together, whatever the clients' sizes.
+        Samples in memory pass the model together, whatever the clients' sizes.
         """
-        with seeded(torch_seed(seed, EVALUATION, t, 1)):
-            output = self._outputs(x, buffers, clients.inputs)
         metric, values = self.task.metric, []
-        for outputs, targets in zip(
-            *(torch.split(t, clients.size.tolist()) for t in (output, clients.targets)), strict=True
+        for outputs, targets in self._outputs_of_clients(
+            x, buffers, clients, torch_seed(seed, EVALUATION, t, 1)
         ):
             try:
                 if metric == "loss":
@@ -195,36 +204,58 @@ class TaskFunctions:
                 ) from error
         return np.array(values)
 
+    def _outputs_of_clients(
+        self, x: Tensor, buffers: Buffers, clients: ClientTable, seed: int
+    ) -> Iterator[tuple[Tensor, Any]]:
+        """Yield outputs and targets, client by client."""
+        if clients.is_read_per_batch:
+            for data in clients.clients:
+                with data.draws_at(seed):
+                    outputs = self._outputs(x, buffers, data.chunks(CHUNK))
+                yield outputs
+            return
+        with seeded(seed):
+            output, targets = self._outputs(x, buffers, clients.together().chunks(CHUNK))
+        sizes = clients.size.tolist()
+        yield from zip(torch.split(output, sizes), torch.split(targets, sizes), strict=True)
+
     @torch.no_grad()
     def quick_test_loss(self, x: Tensor, buffers: Buffers, samples: int) -> float | None:
         """Return the loss on the first test samples; None without test data."""
         if self.test is None:
             return None
-        inputs, targets = (part[:samples].clone() for part in self.test)
         with torch.random.fork_rng(devices=[]):
-            return self._test_loss(x, buffers, inputs, targets)[1]
+            return self._test_loss(x, buffers, self.test.chunks(CHUNK, samples))[2]
 
-    def _test_loss(self, x: Tensor, buffers: Buffers, inputs: Tensor, y: Tensor) -> tuple[Tensor, float]:
+    def _test_loss(
+        self, x: Tensor, buffers: Buffers, chunks: Iterable[tuple[Any, Any]]
+    ) -> tuple[Tensor, Any, float]:
         try:
-            output = self._outputs(x, buffers, inputs)
-            return output, float(self.task.loss(output, y))
+            output, targets = self._outputs(x, buffers, chunks)
+            return output, targets, float(self.task.loss(output, targets))
         except Exception as error:
             raise InputError(f"model or loss failed on the test data: {reason(error)}") from error
 
-    def _outputs(self, x: Tensor, buffers: Buffers, inputs: Tensor) -> Tensor:
-        """Return the outputs of the model in evaluation mode."""
+    def _outputs(self, x: Tensor, buffers: Buffers, chunks: Iterable[tuple[Any, Any]]) -> tuple[Tensor, Any]:
+        """Return the outputs of the model in evaluation mode, and the targets."""
         state = {**self.parameters(x), **buffers, **self.fixed}
+        outputs, targets = [], []
         self.module.eval()
         try:
-            chunks = torch.split(inputs, CHUNK)
-            return torch.cat([functional_call(self.module, state, (chunk.clone(),)) for chunk in chunks])
+            for inputs, target in chunks:
+                outputs.append(functional_call(self.module, state, (inputs,)))
+                targets.append(target)
         finally:
             self.module.train()
+        if len(outputs) == 1:
+            return outputs[0], targets[0]
+        columns = zip(*map(leaves, targets), strict=True)
+        return torch.cat(outputs), rebuild(targets[0], [torch.cat(column) for column in columns])
 
-    def _cast(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        return cast(inputs, self.dtype, self.device), cast(targets, self.dtype, self.device)
+    def _cast(self, part: Tensor) -> Tensor:
+        return cast(part, self.dtype, self.device)
 
-    def _output(self, x: Tensor, buffers: Buffers, inputs: Tensor, fixed: Buffers | None) -> Tensor:
+    def _output(self, x: Tensor, buffers: Buffers, inputs: Any, fixed: Buffers | None) -> Tensor:
         state = {**self.parameters(x), **buffers, **(self.fixed if fixed is None else fixed)}
         output: Tensor = functional_call(self.module, state, (inputs,))
         for name in buffers:  # a module may assign a buffer instead of changing it in place

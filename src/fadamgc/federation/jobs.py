@@ -14,8 +14,8 @@ from fadamgc.algorithm import AnyAlgorithm
 from fadamgc.federation.client_data import ClientData
 from fadamgc.federation.functions import Buffers, TaskFunctions
 from fadamgc.federation.gradients import GradientOptions
-from fadamgc.federation.sampling import TRANSFORM, Batches, torch_seed
-from fadamgc.random_numbers import DrawFrom
+from fadamgc.federation.sampling import READ, TRANSFORM, Batches, torch_seed
+from fadamgc.random_numbers import DrawFrom, reading_at
 
 
 class Round(NamedTuple):
@@ -45,17 +45,22 @@ class Job(NamedTuple):
         """The client's state before the round; it may be read from a file, so ask only once."""
         return self.load_state()
 
-    def batch(self, k: int, positions: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+    def batch(self, k: int, positions: NDArray[np.int64]) -> tuple[Any, Any]:
         """Return the mini-batch of step k, from 0, as the model sees it."""
-        return self.transformed(k, *self.data.batch(positions))
+        r = self.round
+        if not self.data.is_read_per_batch:
+            return self.transformed(k, *self.data.batch(positions))
+        with reading_at(torch_seed(r.seed, READ, r.t, self.client, k)):
+            inputs, targets = self.data.batch(positions)
+        return self.transformed(k, inputs, targets)
 
-    def transformed(self, k: int, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def transformed(self, k: int, inputs: Any, targets: Any) -> tuple[Any, Any]:
         """Return a mini-batch after the task's transform, which draws at the address of step k."""
         r = self.round
         transform = r.functions.task.transform
         if transform is None:
             return inputs, targets
-        generator = torch.Generator(inputs.device)
+        generator = torch.Generator(r.functions.device)
         generator.manual_seed(torch_seed(r.seed, TRANSFORM, r.t, self.client, k))
         with DrawFrom(generator):
             return transform(inputs, targets)

@@ -182,8 +182,8 @@ class Run:
         if self.task is None:
             raise FadamgcError("this run was loaded without its task; use load_run(path, task=...)")
         functions = TaskFunctions(self.task, self.x.dtype)
-        pairs = self.task.client_test_pairs or self.task.pairs
-        table = ClientTable(pairs, functions.dtype, functions.device)
+        samples = self.task.client_test_samples or self.task.samples
+        table = ClientTable(samples, functions.dtype, functions.device)
         return functions.evaluate_clients(
             self.x, self.buffers, table, self.settings["seed"], len(self.history)
         )

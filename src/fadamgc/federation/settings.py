@@ -17,7 +17,7 @@ from fadamgc.federation.gradients import GradientOptions
 from fadamgc.federation.sampling import Batches, Draw, draw, draw_part, draw_silent, draw_steps
 from fadamgc.files import as_json
 from fadamgc.grouped import GroupedAlgorithm
-from fadamgc.task import DTYPES
+from fadamgc.samples import DTYPES
 
 StepsOf: TypeAlias = Callable[[int, int], int]  # the local steps of a client in a round
 

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 from fadamgc.errors import InputError, first_line
-from fadamgc.task import cast
+from fadamgc.samples import Rows, cast, map_tensors
 
 if TYPE_CHECKING:
-    from fadamgc.federation.client_data import ClientTable
+    from fadamgc.federation.client_data import ClientData, ClientTable
     from fadamgc.federation.functions import Buffers, TaskFunctions
 
 log = logging.getLogger("fadamgc")
 
 
-def changing_buffers(module: nn.Module, inputs: Tensor) -> set[str]:
+def changing_buffers(module: nn.Module, inputs: Any) -> set[str]:
     """Return the names of the buffers that a forward pass in training mode changes.
 
     If it changes one buffer of a layer, all buffers of the layer count: some data leave one of BatchNorm's
@@ -30,7 +32,7 @@ def changing_buffers(module: nn.Module, inputs: Tensor) -> set[str]:
         return set()
     after = {name: value.clone() for name, value in before.items()}
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        functional_call(module, after, (inputs.clone(),))
+        functional_call(module, after, (map_tensors(torch.clone, inputs),))
     owners = {name.rpartition(".")[0] for name, was in before.items() if not torch.equal(was, after[name])}
     return {name for name in before if name.rpartition(".")[0] in owners}
 
@@ -57,6 +59,10 @@ def check_batchable(functions: TaskFunctions) -> None:
     """Refuse a model that cannot be batched over clients, before the first round."""
     x = functions.x0.expand(2, -1)
     buffers = {name: value.expand(2, *value.shape) for name, value in functions.buffers0.items()}
+    if not all(isinstance(part, Tensor) for part in functions.sample):
+        raise InputError(
+            "executor='vectorized' needs inputs and targets that are tensors; use executor='loop'"
+        )
     inputs, targets = (torch.stack([part, part]) for part in functions.sample)
 
     def loss(x: Tensor, buffers: Buffers, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -80,10 +86,8 @@ def is_samplewise(functions: TaskFunctions, clients: ClientTable) -> bool:
     """
     if functions.buffers0:  # statistics over a batch
         return False
-    rows = _varied_rows(clients.targets)
-    inputs, targets = (
-        cast(data[rows], torch.float64, functions.device) for data in (clients.inputs, clients.targets)
-    )
+    data = clients.together()._replace(dtype=torch.float64)
+    inputs, targets = data.batch(_varied_positions(data))
     fixed = {name: cast(value, torch.float64, functions.device) for name, value in functions.fixed.items()}
     random = torch.Generator().manual_seed(0)
     whole_gradient = grad(lambda x: functions.loss(x, {}, inputs.clone(), targets, fixed))
@@ -101,19 +105,21 @@ def is_samplewise(functions: TaskFunctions, clients: ClientTable) -> bool:
     return True
 
 
-def _varied_rows(targets: Tensor) -> Tensor:
-    """Return rows that contain every label (the extreme ones, if there are very many), and some more."""
-    total = len(targets)
+def _varied_positions(data: ClientData) -> NDArray[np.int64]:
+    """Return positions of every label (the extreme ones, if there are very many), and some more."""
+    assert isinstance(data.samples, Rows)
+    total = data.size
+    targets = data.samples.targets[torch.from_numpy(data.samples.index).to(data.device)]
     rows = set(torch.linspace(0, total - 1, min(16, total)).long().tolist())
     if not targets.is_floating_point():
         flat = targets.reshape(total, -1)
         values = flat.unique()  # type: ignore[no-untyped-call]
         labels = values if len(values) <= 256 else torch.cat([values[:128], values[-128:]])
         rows |= {int((flat == value).any(dim=1).nonzero()[0]) for value in labels}
-    return torch.tensor(sorted(rows), device=targets.device)
+    return np.array(sorted(rows))
 
 
-def same_model(first: TaskFunctions, second: TaskFunctions, inputs: Tensor, targets: Tensor) -> bool:
+def same_model(first: TaskFunctions, second: TaskFunctions, inputs: Any, targets: Any) -> bool:
     """Whether two tasks have the same model and loss, so that only data and weights differ.
 
     Modules with the same description may still behave differently, which shows in their losses on a batch.
@@ -128,6 +134,7 @@ def same_model(first: TaskFunctions, second: TaskFunctions, inputs: Tensor, targ
         and first.buffers0.keys() == second.buffers0.keys()
         and first.fixed.keys() == second.fixed.keys()
         and all(torch.equal(value, second.fixed[name]) for name, value in first.fixed.items())
+        and all(isinstance(part, Tensor) for part in (*first.sample, *second.sample))
         and all(a.shape[1:] == b.shape[1:] for a, b in zip(first.sample, second.sample, strict=True))
     )
     if not same or first.random or second.random:

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from fadamgc.algorithm import example, stand_in
-from fadamgc.federation.client_data import ClientTable
 from fadamgc.federation.functions import TaskFunctions
 from fadamgc.federation.jobs import Job, Result, Round
 from fadamgc.federation.settings import Settings
 from fadamgc.federation.sums import all_finite
 from fadamgc.flower.client_store import ClientStore
 from fadamgc.flower.protocol import RefusedError, Reply, TrainRequest, check_tensors, resolve_pending
+from fadamgc.samples import Pair
 from fadamgc.sim.executors.trainer import train
-from fadamgc.task import Loss, Pair, Task
+from fadamgc.task import Loss, Task
 from fadamgc.tree import from_names, leaves, named_leaves
 
 
@@ -30,7 +30,7 @@ class LocalClient:
         self.client = client
         task = Task(model, loss, [data])
         self.functions = TaskFunctions(task)
-        self.data = ClientTable(task.pairs, self.functions.dtype, self.functions.device)[0]
+        self.data = self.functions.data_of(task.samples[0])
 
     def train(self, round: Round, settings: Settings, state: object, tracked: bool) -> Result:
         """Run the client's part of a round."""

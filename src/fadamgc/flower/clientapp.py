@@ -17,7 +17,8 @@ from fadamgc.flower.client_store import ClientStore
 from fadamgc.flower.logs import log, log_to_stdout
 from fadamgc.flower.protocol import RefusedError
 from fadamgc.flower.wire import hello_content, read_request, refusal_content, reply_content
-from fadamgc.task import Loss, Pair
+from fadamgc.samples import Pair
+from fadamgc.task import Loss
 
 
 def client_app(load: Callable[[Context], tuple[nn.Module, Loss, Pair]]) -> ClientApp:

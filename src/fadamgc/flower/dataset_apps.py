@@ -12,7 +12,8 @@ from torch import nn
 
 from fadamgc.flower.clientapp import client_app, client_number
 from fadamgc.flower.serverapp import server_app
-from fadamgc.task import Loss, Pair, Task
+from fadamgc.samples import Pair
+from fadamgc.task import Loss, Task
 from fadamgc.tasks.build import build_task
 from fadamgc.tasks.sections import task_spec
 
@@ -28,7 +29,7 @@ def task(context: Context) -> Task:
 def local(context: Context) -> tuple[nn.Module, Loss, Pair]:
     """Return model, loss and data of one client."""
     full_task = task(context)
-    return full_task.model, full_task.loss, full_task.pairs[client_number(context)]
+    return full_task.model, full_task.loss, full_task.samples[client_number(context)].pair()
 
 
 server = server_app(task)

@@ -19,7 +19,8 @@ from fadamgc.flower.config import read_config
 from fadamgc.flower.coordinator import Coordinator
 from fadamgc.flower.logs import log, log_to_stdout
 from fadamgc.flower.strategy import Strategy
-from fadamgc.task import Loss, Pair, Task
+from fadamgc.samples import Pair
+from fadamgc.task import Loss, Task
 
 ServerData = tuple[nn.Module, Loss, Pair]  # model, loss, test data
 

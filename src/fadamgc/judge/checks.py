@@ -126,7 +126,7 @@ def check_client_optimizer(algorithm: AnyAlgorithm) -> None:
     run = _simulate(algorithm, task)
     functions = TaskFunctions(task, torch.float64)
     model = TaskFunctions(task, torch.float64).module.requires_grad_(True)
-    table = ClientTable(task.pairs, functions.dtype, functions.device)
+    table = ClientTable(task.samples, functions.dtype, functions.device)
     settings = Settings(rounds=ROUNDS, local_steps=K, batch_size=BATCH, seed=SEED)
     bound = algorithm.for_model(functions.flat.shapes)
 
@@ -229,7 +229,7 @@ def check_order(algorithm: AnyAlgorithm) -> None:
     options: dict[str, Any] = {"sampled": None, "tracked": None, "schedule": schedule, "batch_size": None}
     if isinstance(algorithm, GroupedAlgorithm):
         options = {"batch_size": None}
-    backwards = dataclasses.replace(task, clients=task.pairs[::-1])
+    backwards = dataclasses.replace(task, clients=task.samples[::-1])
     runs = [_simulate(algorithm, task, **options)]
     if isinstance(algorithm, GroupedAlgorithm):
         options["groups"] = [[task.n - 1 - i for i in group] for group in reversed(GROUPS)]

@@ -16,6 +16,7 @@ import torch
 
 from fadamgc.errors import InputError, NonFiniteError, listed, nearest, not_accepted, reason, shown, whole
 from fadamgc.federation.run import Run
+from fadamgc.runtime import pickled
 from fadamgc.sim.engine import Engine
 from fadamgc.sim.executors import VectorizedExecutor
 from fadamgc.sim.progress import progress_bar
@@ -107,21 +108,32 @@ def _check_folders(runs: list[dict[str, Any]]) -> None:
 
 
 def _in_processes(runs: list[dict[str, Any]], errors: str, count: int) -> list[Any]:
-    """Distribute the runs over processes; neighbours stay together, because they are most alike."""
+    """Distribute the runs over processes; neighbours stay together, because they are most alike.
+
+    The data of tasks is in memory once: all processes read the same shared memory. It does not come back.
+    """
     bounds = [len(runs) * w // count for w in range(count + 1)]
     try:
-        parts = [pickle.dumps(runs[a:b]) for a, b in pairwise(bounds)]
+        parts = [pickled(runs[a:b]) for a, b in pairwise(bounds)]
     except Exception as error:
         raise InputError(
             f"workers={count} needs runs that can be pickled; use workers=1: {reason(error)}"
         ) from error
     with ProcessPoolExecutor(count, get_context("spawn")) as pool:
-        return [run for done in pool.map(_run_part, parts, repeat(errors)) for run in pickle.loads(done)]
+        endings = [run for done in pool.map(_run_part, parts, repeat(errors)) for run in pickle.loads(done)]
+    for arguments, ending in zip(runs, endings, strict=True):
+        if isinstance(ending, Run):
+            ending.task = arguments["task"]
+    return endings
 
 
 def _run_part(part: bytes, errors: str) -> bytes:
     torch.set_num_threads(1)
-    return pickle.dumps(_in_this_process(pickle.loads(part), errors, progress=False))
+    endings = _in_this_process(pickle.loads(part), errors, progress=False)
+    for ending in endings:
+        if isinstance(ending, Run):
+            ending.task = None
+    return pickle.dumps(endings)
 
 
 def _in_this_process(runs: list[dict[str, Any]], errors: str, progress: bool) -> list[Any]:

@@ -7,17 +7,21 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fadamgc.bundle import tensor_bytes
-from fadamgc.federation.client_data import ClientTable
-from fadamgc.federation.functions import TaskFunctions
+from fadamgc.federation.client_data import ClientData, ClientTable
+from fadamgc.federation.functions import CHUNK, TaskFunctions
 from fadamgc.federation.traits import same_model
 from fadamgc.runtime import seeded
+from fadamgc.samples import map_tensors
 from fadamgc.sim.executors.auto import ExecutorChoice, make_executor
 from fadamgc.sim.executors.base import Executor, Workload
 from fadamgc.task import Task
+from fadamgc.tree import leaves
 
 
 @dataclass(frozen=True)
@@ -31,21 +35,29 @@ class TaskParts:
     def client_tests(self) -> ClientTable:
         """The data on which single clients are evaluated: their test data, or else what they train on."""
         f = self.functions
-        pairs = f.task.client_test_pairs
-        return self.clients if pairs is None else ClientTable(pairs, f.dtype, f.device)
+        tests = f.task.client_test_samples
+        return self.clients if tests is None else ClientTable(tests, f.dtype, f.device)
 
     @cached_property
     def fingerprint(self) -> dict[str, str]:
-        """Digests of data and model, loss and metric, by which a checkpoint recognises the task."""
+        """Digests of data and model, loss and metric, by which a checkpoint recognises the task.
+
+        Of data that is read per batch, only the sizes and two samples count.
+        """
         f, clients, task = self.functions, self.clients, self.functions.task
-        data = [clients.inputs, clients.targets, torch.from_numpy(clients.size), *(f.test or ())]
         model = [f.x0, *f.buffers0.values(), *f.fixed.values()]
         layout = repr((f.flat, list(f.buffers0), list(f.fixed), f.module))
+        if clients.is_read_per_batch:
+            data, batch = _digest(leaves(f.sample), repr(clients.size.tolist())), f.sample
+        else:
+            everything = clients.together()
+            data = _data_digest(everything, clients.size, f.test)
+            rows = torch.linspace(0, everything.size - 1, min(64, everything.size)).long()
+            batch = everything.batch(rows.numpy())
         with seeded(0), torch.no_grad():
-            rows = torch.linspace(0, len(clients.inputs) - 1, min(64, len(clients.inputs))).long()
-            loss = f.loss(f.x0, f.fresh_buffers(), clients.inputs[rows], clients.targets[rows])
+            loss = f.loss(f.x0, f.fresh_buffers(), map_tensors(torch.clone, batch[0]), batch[1])
         return {
-            "data": _digest(data),
+            "data": data,
             "model": _digest(model, layout),
             **({} if task.transform is None else {"transform": _name(task.transform)}),
             "loss": f"{_name(task.loss)}, {float(loss):.4g} at the start",
@@ -65,6 +77,21 @@ def _digest(tensors: list[Tensor], text: str = "") -> str:
     return sha.hexdigest()
 
 
+def _data_digest(clients: ClientData, size: NDArray[Any], test: ClientData | None) -> str:
+    """Return the digest of the data as the model sees it, read in chunks."""
+    sha = hashlib.sha256()
+    parts: list[tuple[ClientData | Tensor, int]] = [(clients, 0), (clients, 1), (torch.from_numpy(size), 0)]
+    parts += [] if test is None or test.is_read_per_batch else [(test, 0), (test, 1)]
+    for data, part in parts:
+        chunks = [data] if isinstance(data, Tensor) else (chunk[part] for chunk in data.chunks(CHUNK))
+        for i, tensor in enumerate(chunks):
+            if i == 0:
+                total = len(data) if isinstance(data, Tensor) else data.size
+                sha.update(repr(((total, *tensor.shape[1:]), tensor.dtype)).encode())
+            sha.update(tensor_bytes(tensor))
+    return sha.hexdigest()
+
+
 class Resources:
     """Makes functions, data tables and executors for runs; equal runs share them."""
 
@@ -80,7 +107,7 @@ class Resources:
             if cached_task is task and place == (dtype, device):
                 return parts
         functions = TaskFunctions(task, dtype, device)
-        parts = TaskParts(functions, ClientTable(task.pairs, functions.dtype, functions.device))
+        parts = TaskParts(functions, ClientTable(task.samples, functions.dtype, functions.device))
         self._tasks.append((task, (dtype, device), parts))
         return parts
 
@@ -88,8 +115,13 @@ class Resources:
         """Return the executor of an equal workload on a task with the same model, or a new one."""
         kind = (choice, type(workload.algorithm), workload[3:], compiled)
         for cached_kind, other, executor in self._executors:
-            batch = other.clients.inputs[:8], other.clients.targets[:8]
-            if cached_kind == kind and same_model(other.functions, workload.functions, *batch):
+            if cached_kind != kind:
+                continue
+            batch = other.functions.sample
+            if not other.clients.is_read_per_batch:
+                together = other.clients.together()
+                batch = together.batch(np.arange(min(8, together.size)))
+            if same_model(other.functions, workload.functions, *batch):
                 return executor
         executor = make_executor(choice, workload, compiled)
         self._executors.append((kind, workload, executor))

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.utils.data import Subset, TensorDataset
 
 from fadamgc.data import Partition, digits, dirichlet, har, iid, images, natural, shards, texts
 from fadamgc.data.sources import source
@@ -21,7 +22,8 @@ from fadamgc.data.synthetic import Synthetic, linear_regression, quadratics
 from fadamgc.errors import InputError, cut
 from fadamgc.models import ImageInput, cnn1d, convnet, mlp, resnet8, resnet18
 from fadamgc.runtime import seeded
-from fadamgc.task import Pair, Task
+from fadamgc.samples import Pair
+from fadamgc.task import Task
 from fadamgc.tasks import own
 from fadamgc.tasks.own import Labels
 from fadamgc.tasks.sections import (
@@ -131,8 +133,13 @@ def classification(
     model: nn.Module, x: Tensor, y: Tensor, parts: Iterable[Rows], test: Pair | None, name: str
 ) -> Task:
     """Return the task whose clients have the rows ``parts`` of the inputs x and labels y."""
-    clients: list[Pair] = [(x[rows], y[rows]) for rows in map(torch.from_numpy, parts)]
-    return Task(model, cross_entropy, clients, test, metric="accuracy", name=name)
+    return Task(model, cross_entropy, clients_of(x, y, parts), test, metric="accuracy", name=name)
+
+
+def clients_of(x: Tensor, y: Tensor, parts: Iterable[Rows]) -> list[Subset[Any]]:
+    """Return one Subset per client, of the same tensors."""
+    data = TensorDataset(x, y)
+    return [Subset(data, part.tolist()) for part in parts]
 
 
 def _digits(spec: DigitsTask, seed: int, validation: float) -> Task:
@@ -155,7 +162,7 @@ def _images(spec: ImagesTask, seed: int, validation: float) -> Task:
         test_rows = np.arange(len(test.y))
     test_rows = test_rows[_balanced(test.y[test_rows], spec.test_samples)]
     parts = partition(spec, torch.from_numpy(train.y[rows]), seed)
-    clients = [_image_pair(train, rows[part]) for part in parts.indices]
+    clients = _image_rows(train, [rows[part] for part in parts.indices])
     data_set = source(spec.data)
     side, outputs = data_set.side // spec.shrink, data_set.classes
     assert spec.mean is not None
@@ -173,12 +180,13 @@ def _images(spec: ImagesTask, seed: int, validation: float) -> Task:
             case _:
                 assert_never(spec.model)
     model = nn.Sequential(ImageInput(spec.mean, spec.std, spec.augment), net)
-    pair = _image_pair(test, test_rows)
-    return Task(model, cross_entropy, clients, pair, metric="accuracy", name=spec.data)
+    (held_out,) = _image_rows(test, [test_rows])
+    return Task(model, cross_entropy, clients, held_out, metric="accuracy", name=spec.data)
 
 
-def _image_pair(data: images.Images, rows: Rows) -> Pair:
-    return torch.from_numpy(np.ascontiguousarray(data.x[rows])), torch.from_numpy(data.y[rows])
+def _image_rows(data: images.Images, parts: Iterable[Rows]) -> list[Subset[Any]]:
+    """Return images that stay on disk until they are needed, and are in memory once for all processes."""
+    return clients_of(torch.from_numpy(data.x), torch.from_numpy(data.y), parts)
 
 
 def _texts(spec: TextTask, seed: int, validation: float) -> Task:

@@ -14,13 +14,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
+from torch.utils.data import Subset, TensorDataset
 
 from fadamgc.data import Partition, natural
 from fadamgc.errors import InputError, cut, first_line, full_name, nearest, shown
 from fadamgc.loading import find_file, load_object
 from fadamgc.models import mlp
 from fadamgc.runtime import seeded
-from fadamgc.task import Pair, Task
+from fadamgc.samples import Pair, Rows, Samples, joined
+from fadamgc.task import Task
 from fadamgc.tasks.sections import FunctionTask, TableTask
 
 
@@ -91,6 +93,8 @@ def _same_test(one: Task, other: Task) -> bool:
 def task_labels(spec: FunctionTask, seed: int) -> Labels | None:
     """Count the labels of a task's clients; None if its targets are no labels."""
     task = function_task(spec, seed, validation=0.0)
+    if not all(isinstance(data, Rows) for data in task.samples):
+        return None
     targets = [y for _, y in task.pairs]
     if any(y.is_floating_point() or y.ndim > 1 for y in targets):
         return None
@@ -105,17 +109,16 @@ def task_labels(spec: FunctionTask, seed: int) -> Labels | None:
 def held_out(task: Task, share: float) -> Task:
     """Return the task with a share of each client's data as test data, instead of the test data."""
     random = np.random.default_rng(0)
-    train: list[Pair] = []
-    test: list[Pair] = []
-    for x, y in task.pairs:
-        order = torch.from_numpy(random.permutation(len(x)))
-        count = min(round(share * len(x)), len(x) - 1)
-        for rows, parts in ((order[:count].sort().values, test), (order[count:].sort().values, train)):
-            parts.append((x[rows], y[rows]))
-    inputs, targets = (torch.cat(column) for column in zip(*test, strict=True))
-    if not len(inputs):
+    train: list[Samples] = []
+    test: list[Samples] = []
+    for data in task.samples:
+        order = random.permutation(len(data))
+        count = min(round(share * len(data)), len(data) - 1)
+        test.append(data.take(np.sort(order[:count])))
+        train.append(data.take(np.sort(order[count:])))
+    if not any(map(len, test)):
         raise InputError(f"validation={share} of the clients' data is no sample; the clients are too small")
-    return replace(task, clients=train, test=(inputs, targets))
+    return replace(task, clients=train, test=joined([data for data in test if len(data)]))
 
 
 def measure_of(task: Task) -> str:
@@ -147,7 +150,7 @@ def table_task(spec: TableTask, seed: int, validation: float, parts: Any) -> Tas
     outputs = classes if spec.kind == "classification" else 1
     with seeded(seed):
         model = nn.Sequential(nn.Flatten(), mlp(x[0].numel(), spec.hidden, outputs, seed))
-    clients = [(x[r], y[r]) for r in map(torch.from_numpy, rows)]
+    clients = [Subset(TensorDataset(x, y), r.tolist()) for r in rows]
     name = Path(spec.data).stem
     if spec.kind == "classification":
         return Task(model, cross_entropy, clients, test_pair, metric="accuracy", name=name)

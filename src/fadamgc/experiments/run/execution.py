@@ -8,9 +8,10 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import pickle
 import shutil
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import chain, count
 from pathlib import Path
@@ -40,7 +41,8 @@ from fadamgc.federation.run import Run
 from fadamgc.files import remove_leftovers, unwritable
 from fadamgc.grouped import GroupedAlgorithm
 from fadamgc.methods import algorithm_class
-from fadamgc.runtime import memory
+from fadamgc.runtime import memory, one_thread, pickled
+from fadamgc.samples import tensors_of
 from fadamgc.sim.engine import Engine, RoundEnd
 from fadamgc.sim.executors.machine_code import compiler
 from fadamgc.sim.many import run_together
@@ -48,7 +50,7 @@ from fadamgc.sim.resources import Resources
 from fadamgc.sim.simulate import SETTINGS, simulate, start_from
 from fadamgc.task import Task
 from fadamgc.tasks.build import build_task
-from fadamgc.tasks.sections import TextTask
+from fadamgc.tasks.sections import FunctionTask, HarTask, TableTask, TextTask
 from fadamgc.trackers import trackers_of
 from fadamgc.tree import leaves
 
@@ -56,6 +58,7 @@ log = logging.getLogger("fadamgc")
 
 CHECKPOINT_EVERY = 25  # rounds that an interrupted run loses at the most
 CACHED = 1 / 8  # share of the memory for the tasks that all processes together keep
+SHARED = (FunctionTask, HarTask, TableTask, TextTask)  # tasks whose data may be large and in no mapped file
 
 Warn = Callable[[str], object]  # shows a warning to the user
 
@@ -82,22 +85,69 @@ class Stopped(Exception):  # noqa: N818
 class TaskCache:
     """The tasks of runs; those that fit into this process's part of the memory are built once."""
 
-    def __init__(self, processes: int = 1) -> None:
+    def __init__(self, processes: int = 1, shared: SharedTasks | None = None) -> None:
         self.limit = CACHED * (memory() or 0) / processes
         self._tasks: dict[Any, tuple[Task, int]] = {}  # with their sizes, the oldest first
+        self._shared = {} if shared is None else shared.load()
 
     def task(self, planned: PlannedRun) -> Task:
         """Return the task of a run."""
-        key = (repr(planned.task), planned.seed, planned.validation)
+        key = _key(planned)
+        if key in self._shared:
+            return self._shared[key]
         if key in self._tasks:
             return self._tasks[key][0]
         task = build_task(planned.task, planned.seed, planned.validation)
-        size = _bytes(chain(task.model.parameters(), task.model.buffers(), *task.pairs, task.test_pair or ()))
+        data = tensors_of([*task.samples, task.test_samples])
+        size = _bytes(chain(task.model.parameters(), task.model.buffers(), data))
         while self._tasks and sum(s for _, s in self._tasks.values()) + size > self.limit:
             del self._tasks[next(iter(self._tasks))]
         if size <= self.limit:
             self._tasks[key] = task, size
         return task
+
+
+def _key(planned: PlannedRun) -> tuple[str, int, float]:
+    """Return the values that determine the task of a run."""
+    return repr(planned.task), planned.seed, planned.validation
+
+
+class SharedTasks:
+    """Tasks that are built once, and whose data all worker processes read from the same memory.
+
+    Images are not among them: they stay in a file that all processes map. Tasks that cannot be pickled, or
+    do not fit, are built by the processes themselves.
+    """
+
+    def __init__(self, plan: Sequence[PlannedRun], tasks: TaskCache) -> None:
+        self.tasks: dict[Any, Task] = {}
+        self._pickled: list[tuple[Any, bytes]] = []
+        size = 0
+        for planned in plan:
+            if not isinstance(planned.task, SHARED) or _key(planned) in self.tasks:
+                continue
+            with one_thread():
+                task = tasks.task(planned)
+            size += _bytes(tensors_of([*task.samples, task.test_samples]))
+            if size > tasks.limit:
+                return
+            self.tasks[_key(planned)] = task
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle the tasks for one process, which is about to start."""
+        parts = []
+        for key, task in self.tasks.items():
+            with suppress(Exception):  # a function inside a function cannot be pickled
+                parts.append((key, pickled(task)))
+        return {"tasks": {}, "_pickled": parts}
+
+    def load(self) -> dict[Any, Task]:
+        """Return the tasks, in the process that they were pickled for."""
+        found = dict(self.tasks)
+        for key, part in self._pickled:
+            with suppress(Exception):  # it has a module that only the other process could import
+                found[key] = pickle.loads(part)
+        return found
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

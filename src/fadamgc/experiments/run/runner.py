@@ -63,8 +63,6 @@ class Runner:
         task = self._tasks.task(plan[0])
         tell(f"checking {f'{len(first)} methods' if len(first) > 1 else plan[0].method.label} ...", console)
         self._check_disk(plan, {slug: dry_run(planned, task) for slug, planned in first.items()})
-        if self.workers > 1:
-            self._tasks = TaskCache()  # the worker processes have their own
 
     def _check_disk(self, plan: Sequence[PlannedRun], space: dict[str, DiskSpace]) -> None:
         records = sum(space[planned.method.slug].record for planned in plan if not planned.folder.exists())

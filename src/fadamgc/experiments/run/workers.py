@@ -24,7 +24,14 @@ import torch
 
 from fadamgc.errors import FadamgcError
 from fadamgc.experiments.planned_run import PlannedRun
-from fadamgc.experiments.run.execution import RunEnd, TaskCache, Warn, execute, share_compiled_code
+from fadamgc.experiments.run.execution import (
+    RunEnd,
+    SharedTasks,
+    TaskCache,
+    Warn,
+    execute,
+    share_compiled_code,
+)
 from fadamgc.loading import import_again, imports
 from fadamgc.runtime import one_thread
 from fadamgc.tasks.sections import ImagesTask, TextTask
@@ -60,7 +67,7 @@ def run_all(plan: Sequence[PlannedRun], workers: int, tasks: TaskCache, listener
     count = min(workers, len(plan))
     groups = in_groups(plan, max(1, count))
     if count > 1:
-        _run_in_processes(plan, groups, count, listener)
+        _run_in_processes(plan, groups, count, listener, SharedTasks(plan, tasks))
         return
     for group in groups:
         _run_group(plan, group, tasks, listener)
@@ -75,14 +82,18 @@ def _run_group(plan: Sequence[PlannedRun], group: list[int], tasks: TaskCache, l
 
 
 def _run_in_processes(
-    plan: Sequence[PlannedRun], groups: list[list[int]], count: int, listener: Listener
+    plan: Sequence[PlannedRun],
+    groups: list[list[int]],
+    count: int,
+    listener: Listener,
+    shared: SharedTasks,
 ) -> None:
     share_compiled_code()
     context = get_context("spawn")
     # Pipes, because queues and events have locks, which a worker that is killed would never release.
     stop, stopper = context.Pipe(duplex=False)
     messages, sender = context.Pipe(duplex=False)
-    pool = ProcessPoolExecutor(count, context, _start_worker, (stop, sender, count, imports()))
+    pool = ProcessPoolExecutor(count, context, _start_worker, (stop, sender, count, imports(), shared))
     thread = threading.Thread(target=_listen, args=(messages, listener.on_round, listener.warn), daemon=True)
     thread.start()
     try:
@@ -144,10 +155,12 @@ END, ROUND, WARNING = b"e", b"r", b"w"  # how a message starts
 LONGEST = 3_000  # bytes of a warning: a pipe writes such short messages at once, without mixing them
 
 
-def _start_worker(stop: Any, sender: Any, processes: int, imported: tuple[list[str], list[str]]) -> None:
+def _start_worker(
+    stop: Any, sender: Any, processes: int, imported: tuple[list[str], list[str]], shared: SharedTasks
+) -> None:
     global _stop, _sender, _tasks
     import_again(*imported)
-    _stop, _sender, _tasks = stop, sender, TaskCache(processes)
+    _stop, _sender, _tasks = stop, sender, TaskCache(processes, shared)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles Ctrl-C
     torch.set_num_threads(1)
     threading.Thread(target=_die_with_parent, daemon=True).start()

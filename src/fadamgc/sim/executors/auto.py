@@ -92,7 +92,8 @@ def _candidates(workload: Workload) -> list[Any]:
         cpu and not small
     ):  # even a single thread: its rules work in place, and images have their channels last
         return [ThreadsExecutor, LoopExecutor]
-    makers: list[Any] = [VectorizedExecutor] if small and not functions.random else []
+    in_blocks = small and not functions.random and not workload.clients.is_read_per_batch
+    makers: list[Any] = [VectorizedExecutor] if in_blocks else []
     makers.append(LoopExecutor)  # before threads, which wait for each other if operations are short
     if cpu and torch.get_num_threads() > 1 and workload.sampled > 1:
         makers.append(ThreadsExecutor)

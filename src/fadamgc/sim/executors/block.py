@@ -20,6 +20,7 @@ from fadamgc.federation.client_data import ClientData
 from fadamgc.federation.functions import Buffers, TaskFunctions
 from fadamgc.federation.jobs import Job, Round
 from fadamgc.hyperparameters import numbers, with_values
+from fadamgc.samples import Rows, cast
 from fadamgc.sim.executors.base import Workload
 from fadamgc.tree import leaves, map_leaves, rebuild
 
@@ -201,7 +202,7 @@ def block_batches(jobs: Sequence[Job], workload: Workload, samplewise: bool) -> 
     functions = workload.functions
     steps = np.array([job.batches.steps for job in jobs])
     B, padded = padded_width(jobs[0], workload) if samplewise else (jobs[0].batches.width, False)
-    sample = jobs[0].data.inputs[:1]
+    sample = functions.sample[0][:1]
     chunk = max(1, GATHERED_BYTES // (len(jobs) * B * max(1, sample.numel() * sample.element_size())))
     readers = [job.batches.reader() for job in jobs]
     period = 1 if samplewise else jobs[0].batches.period
@@ -266,15 +267,20 @@ def _series(K: int, chunk: int, fewest: int, period: int) -> Iterator[tuple[int,
 
 def _gather(clients: Sequence[ClientData], positions: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
     """Return the samples at positions (steps, clients, samples) of each client's own data."""
-    if len({id(data.inputs) for data in clients}) == 1:  # clients of one table: one look-up for all
-        start = np.array([data.start for data in clients])
-        return _rows(clients[0], positions + start[:, None])
-    columns = [_rows(data, positions[:, c] + data.start) for c, data in enumerate(clients)]
+    rows = np.stack([data.samples.index[positions[:, c]] for c, data in enumerate(clients)], axis=1)
+    if len({id(data.samples.inputs) for data in clients if isinstance(data.samples, Rows)}) == 1:
+        # Clients of one table: one look-up for all.
+        return _rows(clients[0], rows)
+    columns = [_rows(data, rows[:, c]) for c, data in enumerate(clients)]
     inputs, targets = zip(*columns, strict=True)
     return torch.stack(inputs, dim=1), torch.stack(targets, dim=1)
 
 
 def _rows(data: ClientData, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-    index = torch.from_numpy(rows).to(data.inputs.device)
-    inputs, targets = (torch.index_select(t, 0, index.view(-1)) for t in (data.inputs, data.targets))
+    samples, index = data.samples, torch.from_numpy(rows).to(data.device)
+    assert isinstance(samples, Rows)
+    inputs, targets = (
+        cast(torch.index_select(part, 0, index.reshape(-1)), data.dtype, data.device)
+        for part in (samples.inputs, samples.targets)
+    )
     return inputs.view(*rows.shape, *inputs.shape[1:]), targets.view(*rows.shape, *targets.shape[1:])

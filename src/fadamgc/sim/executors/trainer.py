@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,7 +47,8 @@ class Trainer:
         self.workspace = Workspace()
         named = dict(self.module.named_parameters())
         self.parameters = [named[name] for name in functions.flat.names]
-        images = functions.sample[0].ndim == 4 and functions.dtype == torch.float32
+        inputs = functions.sample[0]
+        images = isinstance(inputs, Tensor) and inputs.ndim == 4 and functions.dtype == torch.float32
         self.channels_last = images and fits_channels_last(self.module)
         self.copied: list[tuple[Tensor, Tensor]] = []  # parameters that are copies of their view into x
         for parameter, view in zip(self.parameters, functions.flat.unflatten(self.x).values(), strict=True):
@@ -89,7 +91,7 @@ class Trainer:
             buffers = {name: named[name].detach().clone() for name in round.buffers}
         return Result(job, state, up, buffers, loss_sum / K)
 
-    def _gradient(self, inputs: Tensor, targets: Tensor) -> Tensor:
+    def _gradient(self, inputs: Any, targets: Any) -> Tensor:
         """Return the loss on a batch, and write its gradient to g."""
         if self.channels_last:
             inputs = inputs.contiguous(memory_format=torch.channels_last)

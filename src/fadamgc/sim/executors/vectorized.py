@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fadamgc.errors import FadamgcError, whole
+from fadamgc.errors import FadamgcError, InputError, whole
 from fadamgc.federation.jobs import Job, Result
 from fadamgc.federation.traits import check_batchable, is_samplewise
 from fadamgc.runtime import one_thread
@@ -65,6 +65,11 @@ class VectorizedExecutor:
         self.workload, self.functions = workload, functions
         vector_bytes = functions.flat.d * functions.x0.element_size()
         self.block = block or max(SMALLEST_BLOCK, VECTOR_BYTES // vector_bytes)
+        if workload.clients.is_read_per_batch:
+            raise InputError(
+                "executor='vectorized' needs data in memory, and this task reads its items per batch; use "
+                "executor='auto', 'threads' or 'loop'"
+            )
         check_batchable(functions)
         check_rules(workload.algorithm)
         self.samplewise = is_samplewise(functions, workload.clients)
