@@ -33,7 +33,7 @@ class DrawFrom(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 raise InputError(
                     f"executor='threads' cannot give {func} its own random numbers; use executor='loop'"
                 )
-        if _takes_generator(func):
+        if _takes_generator(func) and kwargs.get("generator") is None:  # an inner DrawFrom has set it
             kwargs["generator"] = self.generator
         return func(*args, **kwargs)
 

@@ -264,7 +264,7 @@ def storages():
     gc.collect()
     sizes = {}
     for item in gc.get_objects():
-        if isinstance(item, torch.Tensor) and item.device.type == "cpu" and type(item) is torch.Tensor:
+        if type(item) is torch.Tensor and item.device.type == "cpu":
             storage = item.untyped_storage()
             sizes[storage.data_ptr()] = storage.nbytes()
     return sum(sizes.values())
@@ -275,10 +275,9 @@ def test_subsets_of_one_dataset_share_its_tensors():
     data = TensorDataset(X, y)
     before = storages()
     clients = [Subset(data, range(i, 4000, 5)) for i in range(5)]
-    task = fadamgc.Task(nn.Linear(64, 4), cross_entropy, clients, (X[:8], y[:8]))
-    copies = fadamgc.Task(
-        nn.Linear(64, 4), cross_entropy, [(X[i::5], y[i::5]) for i in range(5)], (X[:8], y[:8])
-    )
+    model = nn.Linear(64, 4)
+    task = fadamgc.Task(model, cross_entropy, clients, (X[:8], y[:8]))
+    copies = fadamgc.Task(model, cross_entropy, [(X[i::5], y[i::5]) for i in range(5)], (X[:8], y[:8]))
     assert task.samples[0].inputs.data_ptr() == X.data_ptr()
     runs = [fadamgc.simulate(fadamgc.FedAvg(), t, **HOW) for t in (task, copies)]
     assert equal(*runs)

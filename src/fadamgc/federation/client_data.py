@@ -85,3 +85,24 @@ class ClientTable:
         assert isinstance(first.samples, Rows)
         rows = Rows(first.samples.inputs, first.samples.targets, np.concatenate(index))
         return first._replace(samples=rows)
+
+
+def gather(clients: Sequence[ClientData], positions: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+    """Return the samples at positions (steps, clients, samples) of each client's own data."""
+    rows = np.stack([data.samples.index[positions[:, c]] for c, data in enumerate(clients)], axis=1)
+    if len({id(data.samples.inputs) for data in clients if isinstance(data.samples, Rows)}) == 1:
+        # Clients of one table: one look-up for all.
+        return _rows(clients[0], rows)
+    columns = [_rows(data, rows[:, c]) for c, data in enumerate(clients)]
+    inputs, targets = zip(*columns, strict=True)
+    return torch.stack(inputs, dim=1), torch.stack(targets, dim=1)
+
+
+def _rows(data: ClientData, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+    samples, index = data.samples, torch.from_numpy(rows).to(data.device)
+    assert isinstance(samples, Rows)
+    inputs, targets = (
+        cast(torch.index_select(part, 0, index.reshape(-1)), data.dtype, data.device)
+        for part in (samples.inputs, samples.targets)
+    )
+    return inputs.view(*rows.shape, *inputs.shape[1:]), targets.view(*rows.shape, *targets.shape[1:])

@@ -16,11 +16,10 @@ from torch.func import grad_and_value, vmap
 
 from fadamgc.algorithm import AnyAlgorithm
 from fadamgc.errors import InputError, first_line
-from fadamgc.federation.client_data import ClientData
+from fadamgc.federation.client_data import gather
 from fadamgc.federation.functions import Buffers, TaskFunctions
 from fadamgc.federation.jobs import Job, Round
 from fadamgc.hyperparameters import numbers, with_values
-from fadamgc.samples import Rows, cast
 from fadamgc.sim.executors.base import Workload
 from fadamgc.tree import leaves, map_leaves, rebuild
 
@@ -216,7 +215,7 @@ def block_batches(jobs: Sequence[Job], workload: Workload, samplewise: bool) -> 
                 positions[:k, c, : job.batches.width] = read(k)
                 size[:k, c] = job.batches.size_of(first, first + k)
         width = B if samplewise else int(size[0, 0])
-        inputs, targets = _gather([job.data for job in jobs], positions[:, :, :width])
+        inputs, targets = gather([job.data for job in jobs], positions[:, :, :width])
         if functions.task.transform is not None:
             inputs, targets = _transformed(jobs, first, size, inputs, targets)
         weights = None
@@ -263,24 +262,3 @@ def _series(K: int, chunk: int, fewest: int, period: int) -> Iterator[tuple[int,
             last = min(last, before_last if first < before_last else first + 1)
         yield first, last
         first = last
-
-
-def _gather(clients: Sequence[ClientData], positions: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-    """Return the samples at positions (steps, clients, samples) of each client's own data."""
-    rows = np.stack([data.samples.index[positions[:, c]] for c, data in enumerate(clients)], axis=1)
-    if len({id(data.samples.inputs) for data in clients if isinstance(data.samples, Rows)}) == 1:
-        # Clients of one table: one look-up for all.
-        return _rows(clients[0], rows)
-    columns = [_rows(data, rows[:, c]) for c, data in enumerate(clients)]
-    inputs, targets = zip(*columns, strict=True)
-    return torch.stack(inputs, dim=1), torch.stack(targets, dim=1)
-
-
-def _rows(data: ClientData, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-    samples, index = data.samples, torch.from_numpy(rows).to(data.device)
-    assert isinstance(samples, Rows)
-    inputs, targets = (
-        cast(torch.index_select(part, 0, index.reshape(-1)), data.dtype, data.device)
-        for part in (samples.inputs, samples.targets)
-    )
-    return inputs.view(*rows.shape, *inputs.shape[1:]), targets.view(*rows.shape, *targets.shape[1:])
