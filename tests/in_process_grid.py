@@ -79,7 +79,7 @@ def app_of(task):
     return client_app(lambda context: (task.model, task.loss, task.pairs[client_number(context)]))
 
 
-def make(tmp_path, algo=None, clients=3, rounds=3, sizes=SIZES, **options):
+def make(tmp_path, algo=None, clients=3, rounds=3, sizes=SIZES, app=app_of, **options):
     task = class_task(sizes=sizes)
     server = ServerOptions(clients=clients, experiment="test", min_clients=options.pop("min_clients", 1))
     timing = {"round_timeout": 0.3, "wait_timeout": 0.3, "poll": 0.01}
@@ -87,7 +87,7 @@ def make(tmp_path, algo=None, clients=3, rounds=3, sizes=SIZES, **options):
     settings = Settings(rounds=rounds, **LOCAL | options)
     config = ServerConfig(algo or fadamgc.FAdamGC(), settings, server, {})
     coordinator = Coordinator(task, config, tmp_path / "server")
-    return task, Here(app_of(task), tmp_path, clients), Strategy(coordinator, **timing)
+    return task, Here(app(task), tmp_path, clients), Strategy(coordinator, **timing)
 
 
 def held(content):

@@ -36,7 +36,7 @@ class World:
         self.settings = Settings(rounds=options.pop("rounds", 4), dtype=dtype, **SETTINGS | options)
         model = self.task.model.to(dtype)
         self.parties = [
-            LocalClient(model, self.task.loss, (x.to(dtype), y), i)
+            LocalClient(fadamgc.Task(model, self.task.loss, [(x.to(dtype), y)]), i)
             for i, (x, y) in enumerate(self.task.pairs)
         ]
         self.keepers = [ClientStore(folder / "node", "test", i) for i in range(self.n)]

@@ -116,7 +116,9 @@ def test_honest_clients_of_very_different_sizes_are_not_refused(tmp_path):
             {},
         )
         world.task, world.settings = task, Settings(rounds=6, sampled=sampled, **named)
-        world.parties = [LocalClient(model, task.loss, pair, i) for i, pair in enumerate(task.pairs)]
+        world.parties = [
+            LocalClient(fadamgc.Task(model, task.loss, [pair]), i) for i, pair in enumerate(task.pairs)
+        ]
         world.keepers = [ClientStore(world.folder / "node", "test", i) for i in range(4)]
         world.start()
         assert all(world.round().dropped == () for _ in range(6))
@@ -142,7 +144,10 @@ def norm_world(tmp_path, rounds=6, **options):
     world.folder, world.algo, world.options = tmp_path, fadamgc.FAdamGC(eta_l=0.05), options
     world.task = class_task(sizes=SIZES, model=model)
     world.settings = Settings(rounds=rounds, dtype=None, **SETTINGS | {"sampled": 3, "tracked": 3})
-    world.parties = [LocalClient(model, world.task.loss, pair, i) for i, pair in enumerate(world.task.pairs)]
+    world.parties = [
+        LocalClient(fadamgc.Task(model, world.task.loss, [pair]), i)
+        for i, pair in enumerate(world.task.pairs)
+    ]
     world.keepers = [ClientStore(tmp_path / "node", "test", i) for i in range(3)]
     world.start()
     return world

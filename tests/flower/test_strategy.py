@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+from torch.utils.data import ConcatDataset, TensorDataset
 
 import fadamgc
 
@@ -14,6 +15,8 @@ flwr = pytest.importorskip("flwr", reason="Flower is not installed")
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message  # noqa: E402
 
 from fadamgc.errors import CheckpointError, InputError  # noqa: E402
+from fadamgc.flower.client_round import LocalClient  # noqa: E402
+from fadamgc.flower.clientapp import client_app, client_number  # noqa: E402
 from fadamgc.flower.strategy import TooFewClientsError  # noqa: E402
 from fadamgc.flower.wire import (  # noqa: E402
     ARRAY_ENCODING,
@@ -41,6 +44,37 @@ def test_a_federation_gives_the_simulators_numbers(name, tmp_path):
     ]
     assert torch.equal(from_array_record(result.arrays)["x"], run.x)
     assert list(result.train_metrics_clientapp) == [1, 2, 3]
+
+
+def jitter(x, y):
+    return x + torch.randn_like(x), y
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_a_node_may_load_a_task_with_a_transform(tmp_path, lazy):
+    def app(task):
+        def load(context):
+            data = TensorDataset(*task.pairs[client_number(context)])
+            data = ConcatDataset([data]) if lazy else data  # not a TensorDataset, so read per batch
+            return fadamgc.Task(task.model, task.loss, [data], transform=jitter, lazy=lazy)
+
+        return client_app(load)
+
+    task, grid, strategy = make(tmp_path, fadamgc.FAdamGC(), app=app)
+    strategy.start(grid)
+    same = fadamgc.Task(task.model, task.loss, task.pairs, task.test_pair, transform=jitter)
+    run = fadamgc.simulate(fadamgc.FAdamGC(), same, rounds=3, executor="loop", **LOCAL)
+    assert torch.equal(strategy.coordinator.server.x, run.x)
+    plain = fadamgc.simulate(fadamgc.FAdamGC(), task, rounds=3, executor="loop", **LOCAL)
+    assert not torch.equal(run.x, plain.x)
+
+
+def test_a_node_has_the_data_of_one_client(tmp_path):
+    _, grid, strategy = make(tmp_path, app=lambda task: client_app(lambda context: task), wait_timeout=0.1)
+    with pytest.raises(TooFewClientsError):
+        strategy.start(grid)
+    with pytest.raises(fadamgc.InputError, match="has 3 clients; a node has the data of one"):
+        LocalClient(strategy.coordinator.task, 0)
 
 
 def test_an_algorithm_that_begins_with_gradients_waits_for_all(tmp_path):

@@ -5,30 +5,31 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fadamgc.algorithm import example, stand_in
+from fadamgc.errors import InputError
 from fadamgc.federation.functions import TaskFunctions
 from fadamgc.federation.jobs import Job, Result, Round
 from fadamgc.federation.settings import Settings
 from fadamgc.federation.sums import all_finite
 from fadamgc.flower.client_store import ClientStore
 from fadamgc.flower.protocol import RefusedError, Reply, TrainRequest, check_tensors, resolve_pending
-from fadamgc.samples import Pair
 from fadamgc.sim.executors.trainer import train
-from fadamgc.task import Loss, Task
+from fadamgc.task import Task
 from fadamgc.tree import from_names, leaves, named_leaves
 
 
 class LocalClient:
     """A client with the server's model, whose weights are replaced by those that the server sends.
 
-    ``data`` are the inputs and targets of this client only. Random draws depend on the number ``client``.
+    ``task`` has the data of this client only. Random draws depend on the number ``client``.
     """
 
-    def __init__(self, model: nn.Module, loss: Loss, data: Pair, client: int) -> None:
+    def __init__(self, task: Task, client: int) -> None:
+        if task.n != 1:
+            raise InputError(f"the task of client {client} has {task.n} clients; a node has the data of one")
         self.client = client
-        task = Task(model, loss, [data])
         self.functions = TaskFunctions(task)
         self.data = self.functions.data_of(task.samples[0])
 

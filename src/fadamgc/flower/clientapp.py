@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
@@ -17,24 +18,30 @@ from fadamgc.flower.client_store import ClientStore
 from fadamgc.flower.logs import log, log_to_stdout
 from fadamgc.flower.protocol import RefusedError
 from fadamgc.flower.wire import hello_content, read_request, refusal_content, reply_content
-from fadamgc.samples import Pair
-from fadamgc.task import Loss
+from fadamgc.task import Loss, Task
+
+ClientPart = Task | tuple[nn.Module, Loss, Any]  # a task with one client; or model, loss and data
 
 
-def client_app(load: Callable[[Context], tuple[nn.Module, Loss, Pair]]) -> ClientApp:
+def client_app(load: Callable[[Context], ClientPart]) -> ClientApp:
     """Return a ClientApp that takes part with whatever algorithm the server runs.
 
     The node-config says which client a node is: ``partition-id`` is the number of the client, from 0;
     ``state-folder`` is the folder of its states (default: see ``state_folder``).
 
     Args:
-        load: function of Flower's context that returns model, loss and this client's (inputs, targets).
+        load: function of Flower's context that returns model, loss and this client's (inputs, targets), or a
+            ``Task`` whose only client this is (with ``transform``, ``lazy`` or ``collate``, for example).
     """
     app = ClientApp()
 
     def local_client(context: Context) -> LocalClient:
         log_to_stdout()
-        return LocalClient(*load(context), client_number(context))
+        part = load(context)
+        if not isinstance(part, Task):
+            model, loss, data = part
+            part = Task(model, loss, [data])
+        return LocalClient(part, client_number(context))
 
     @app.query()
     @_replying
