@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import repeat
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -182,16 +183,22 @@ class TaskFunctions:
 
     @torch.no_grad()
     def evaluate_clients(
-        self, x: Tensor, buffers: Buffers, clients: ClientTable, seed: int, t: int
+        self,
+        x: Tensor,
+        buffers: Buffers,
+        clients: ClientTable,
+        seed: int,
+        t: int,
+        models: Sequence[tuple[Tensor, Buffers]] | None = None,
     ) -> NDArray[np.float64]:
         """Return the metric of the model on each client's data; of several numbers, the first.
 
-        Samples in memory pass the model together, whatever the clients' sizes.
+        Samples in memory pass the model together, whatever the clients' sizes. ``models`` has the parameters
+        and buffers of each client, if they differ.
         """
         metric, values = self.task.metric, []
-        for outputs, targets in self._outputs_of_clients(
-            x, buffers, clients, torch_seed(seed, EVALUATION, t, 1)
-        ):
+        seed = torch_seed(seed, EVALUATION, t, 1)
+        for outputs, targets in self._outputs_of_clients(x, buffers, clients, seed, models):
             try:
                 if metric == "loss":
                     value: Any = self.task.loss(outputs, targets)
@@ -205,13 +212,20 @@ class TaskFunctions:
         return np.array(values)
 
     def _outputs_of_clients(
-        self, x: Tensor, buffers: Buffers, clients: ClientTable, seed: int
+        self,
+        x: Tensor,
+        buffers: Buffers,
+        clients: ClientTable,
+        seed: int,
+        models: Sequence[tuple[Tensor, Buffers]] | None,
     ) -> Iterator[tuple[Tensor, Any]]:
         """Yield outputs and targets, client by client."""
-        if clients.is_read_per_batch:
-            for data in clients.clients:
+        if clients.is_read_per_batch or models is not None:
+            for data, model in zip(
+                clients.clients, models or repeat((x, buffers)), strict=models is not None
+            ):
                 with data.draws_at(seed):
-                    outputs = self._outputs(x, buffers, data.chunks(CHUNK))
+                    outputs = self._outputs(*model, data.chunks(CHUNK))
                 yield outputs
             return
         with seeded(seed):

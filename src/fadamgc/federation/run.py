@@ -25,6 +25,7 @@ from fadamgc.federation.client_data import ClientTable
 from fadamgc.federation.client_states import ClientStates
 from fadamgc.federation.cost import WORK_COLUMNS, CostModel, Work
 from fadamgc.federation.functions import Buffers, TaskFunctions
+from fadamgc.federation.local_parameters import UNKNOWN, PartlyLocal, layout_of
 from fadamgc.federation.trained import Best, export_module, module_at
 from fadamgc.hyperparameters import with_schedules
 from fadamgc.loading import untrusted
@@ -172,20 +173,41 @@ class Run:
             raise FadamgcError('this run did not keep its best model; run it with keep="best"')
         return self._module(self.best.x, self.best.buffers)
 
+    def model_of(self, client: int) -> nn.Module:
+        """Return the trained model of one client, with the parameters that stay there (local_parameters)."""
+        x, buffers = self._personal(whole("client", client, 0, self.clients.n - 1))
+        return self._module(x, buffers)
+
+    def _personal(self, client: int) -> tuple[Tensor, Buffers]:
+        """Return the parameters and buffers of a client's model."""
+        patterns = self.settings.get("local_parameters")
+        if patterns is None or self.task is None:
+            return self.x, self.buffers
+        functions, state = TaskFunctions(self.task, self.x.dtype), self.clients[client]
+        layout = layout_of(patterns, functions.module, functions.flat, functions.buffers0)
+        x = layout.join(layout.split(self.x)[0], state.server.x)
+        return x, self.buffers | layout.unpack(state.buffers)
+
     def _module(self, x: Tensor, buffers: Buffers) -> nn.Module:
         if self.task is None:
             raise FadamgcError("this run was loaded without its task; use load_run(path, task=...)")
         return module_at(self.task, x, buffers)
 
     def evaluate_clients(self) -> NDArray[np.float64]:
-        """Return the metric of the trained model on the data of each client, its test data if it has them."""
+        """Return the metric of the trained model on the data of each client, its test data if it has them.
+
+        With ``local_parameters``, each client's model has its own.
+        """
         if self.task is None:
             raise FadamgcError("this run was loaded without its task; use load_run(path, task=...)")
         functions = TaskFunctions(self.task, self.x.dtype)
         samples = self.task.client_test_samples or self.task.samples
         table = ClientTable(samples, functions.dtype, functions.device)
+        models = None
+        if self.settings.get("local_parameters") is not None:
+            models = [self._personal(i) for i in range(self.clients.n)]
         return functions.evaluate_clients(
-            self.x, self.buffers, table, self.settings["seed"], len(self.history)
+            self.x, self.buffers, table, self.settings["seed"], len(self.history), models
         )
 
     def export(self, path: str | Path, which: Literal["last", "best"] = "last") -> Path:
@@ -271,7 +293,7 @@ def read_run(folder: Path, task: Task | None = None) -> Run:
         description = description_of(body)
         if not body["has_states"]:
             return Run(algorithm, None, ClientStates(body["n"], None), {}, history, task=task, **description)
-        server, initial, buffers = unpack_server(algorithm, tensors)
+        server, initial, buffers = unpack_server(algorithm, body["settings"], tensors)
         clients = unpack_clients(body, initial, tensors)
         best = best_of(body, tensors)
         return Run(algorithm, server, clients, buffers, history, task=task, best=best, **description)
@@ -323,9 +345,13 @@ def server_tensors(run: Run) -> dict[str, Tensor | LazyTensor]:
     }
 
 
-def unpack_server(algorithm: AnyAlgorithm | None, tensors: Mapping[str, Tensor]) -> tuple[Any, Any, Buffers]:
+def unpack_server(
+    algorithm: AnyAlgorithm | None, settings: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> tuple[Any, Any, Buffers]:
     """Return server, initial client state and buffers from the tensors of a run."""
     assert algorithm is not None
+    if settings.get("local_parameters") is not None:
+        algorithm = PartlyLocal(algorithm, UNKNOWN)
     like = example(with_schedules(algorithm, first_number), torch.empty(0))
     buffers = {k.removeprefix("buffer."): v for k, v in tensors.items() if k.startswith("buffer.")}
     return from_names(like.server, tensors, "server"), from_names(like.client, tensors, "initial"), buffers

@@ -16,6 +16,7 @@ from fadamgc.federation.cost import CostModel, Work, state_bytes, traffic
 from fadamgc.federation.functions import Buffers, TaskFunctions
 from fadamgc.federation.group_rounds import GroupRounds
 from fadamgc.federation.jobs import Round
+from fadamgc.federation.local_parameters import PartlyLocal, partly_local
 from fadamgc.federation.run import Record, Run, environment
 from fadamgc.federation.sampling import Draw, draw
 from fadamgc.federation.settings import Settings
@@ -51,7 +52,8 @@ class Federation:
         federation.commit(after, federation.record(draw, sums, evaluation, ...))
 
     Attributes:
-        scheduled: the algorithm, whose numbers may be schedules.
+        method: the algorithm as it was given, whose numbers may be schedules.
+        scheduled: the same; with local parameters, the algorithm that keeps them at the clients.
         t: number of the last round that was committed.
         state: the server's state and the buffers; ``state.server`` is None as long as the run waits for the
             clients' gradients at the initial model (``begin_with``).
@@ -71,14 +73,21 @@ class Federation:
         algorithm = algorithm.for_model(functions.flat.shapes).for_rounds(settings.rounds)
         if isinstance(algorithm, GroupedAlgorithm):
             algorithm = algorithm.for_groups([len(group) for group in settings.group_ids(n)])
+        self.method = algorithm
+        x0, buffers0 = functions.x0, functions.buffers0
+        sent, buffers = functions.flat.d, buffers0
+        if settings.local_parameters is not None:
+            patterns = settings.local_parameters
+            algorithm = partly_local(algorithm, patterns, functions.module, functions.flat, buffers0)
+            sent, buffers = algorithm.layout.shared_size, algorithm.layout.shared_buffers(buffers0)
         self.scheduled, self.functions, self.n, self.settings = algorithm, functions, n, settings
         self.task = functions.task
         self.cost = cost or CostModel()
         self.cost.check(n)
-        x0, buffers0 = functions.x0, functions.buffers0
         self.t = 0
         algorithm = self.algorithm
-        self.traffic = traffic(algorithm, functions.flat.d, x0.dtype, buffers0)
+        on_the_wire = algorithm.inner if isinstance(algorithm, PartlyLocal) else algorithm
+        self.traffic = traffic(on_the_wire, sent, x0.dtype, buffers)
         self.state = ServerState(None if algorithm.init_gradient else algorithm.init_server(x0), buffers0)
         self.weights: list[float] | None = None
         self.history: list[Record] = []
@@ -101,7 +110,11 @@ class Federation:
         if not all_finite(total):
             message = "the sum of the clients' gradients at the initial model is not finite"
             raise NonFiniteError(None, 0, None, message)
-        down, up = state_bytes((x0, self.state.buffers)), x0.nbytes
+        sent, buffers = x0, self.state.buffers
+        if isinstance(self.scheduled, PartlyLocal):
+            layout = self.scheduled.layout
+            sent, buffers = layout.split(x0)[0], layout.shared_buffers(buffers)
+        down, up = state_bytes((sent, buffers)), sent.nbytes
         self.setup = (Work(tuple(range(n)), tuple(steps), (down,) * n, (up,) * n),)
         self.state = self.state._replace(server=self.algorithm.init_server(x0, total / n))
 
@@ -130,6 +143,22 @@ class Federation:
         algo, (server, buffers), s = self.algorithm, self.state, self.settings
         down = algo.broadcast(server)
         return Round(self.functions, algo, s.seed, self.t + 1, down, buffers, s.gradients)
+
+    def at_client(self, round: Round, state: Any) -> Round:
+        """Return a round as a client with this state sees it: with its local parameters and buffers."""
+        algo = round.algorithm
+        if not isinstance(algo, PartlyLocal):
+            return round
+        buffers = round.buffers | algo.layout.unpack(state.buffers)
+        return round._replace(down=algo.receive(round.down, state), buffers=buffers)
+
+    def from_client(self, state: Any, buffers: Buffers) -> tuple[Any, Buffers]:
+        """Return the state that a client keeps after a round, and the buffers that it sends."""
+        algo = self.scheduled
+        if not isinstance(algo, PartlyLocal):
+            return state, buffers
+        kept = state._replace(buffers=algo.layout.pack(buffers, state.buffers))
+        return kept, algo.layout.shared_buffers(buffers)
 
     def open_groups(self) -> GroupRounds:
         """Return the next global round of an algorithm with groups."""
@@ -225,8 +254,8 @@ class Federation:
         """Return the values that must be equal for one run to continue another."""
         priced = {} if self.settings.deadline is None else {"cost": as_json(asdict(self.cost))}
         return priced | {
-            "algorithm": algorithm_name(self.scheduled),
-            "hyperparameters": self.scheduled.plain(),
+            "algorithm": algorithm_name(self.method),
+            "hyperparameters": self.method.plain(),
             "clients": self.n,
             "dtype": str(self.functions.dtype).removeprefix("torch."),
             **self.settings.to_json(),
@@ -237,7 +266,7 @@ class Federation:
         s = self.settings
         described = {"rounds": s.rounds, "target": s.target, "task": self.task.name}
         return Run(
-            algorithm=self.scheduled,
+            algorithm=self.method,
             server=self.state.server,
             clients=clients,
             buffers=self.state.buffers,

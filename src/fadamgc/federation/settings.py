@@ -51,7 +51,8 @@ class Settings:
         schedule: who takes part in each round, instead of a draw.
         weights: "uniform", "size" (a client counts as its share of the data), or one number per client.
         eval_every: rounds between two evaluations; the last round is always evaluated.
-        eval_clients: whether each evaluation also has the metric on every client's data.
+        eval_clients: whether each evaluation also has the metric on every client's data; "epoch": also that
+            of every client's model after one more local epoch.
         target: stop as soon as the metric reaches this value.
         on_nonfinite: "error", or "drop" to skip a client whose update is not finite.
         checkpoint_every: rounds between two checkpoints; the last round always has one.
@@ -64,6 +65,8 @@ class Settings:
             waits for all.
         clip_norm: largest norm of a local gradient; longer ones are scaled down to it. None: no clipping.
         weight_decay: weight of an L2 penalty, whose gradient is added to every local gradient; None: none.
+        local_parameters: names of layers or parameters, or classes of layers, that stay at the clients: never
+            sent, averaged or corrected. "*" stands for anything, as in file names.
         dtype: type of model and data; None is the model's.
     """
 
@@ -77,7 +80,7 @@ class Settings:
     schedule: tuple[Draw, ...] | None = None
     weights: Literal["uniform", "size"] | tuple[float, ...] = "uniform"
     eval_every: int = 1
-    eval_clients: bool = False
+    eval_clients: bool | Literal["epoch"] = False
     target: float | None = None
     on_nonfinite: Literal["error", "drop"] = "error"
     checkpoint_every: int = 1
@@ -88,6 +91,7 @@ class Settings:
     deadline: float | None = None
     clip_norm: float | None = None
     weight_decay: float | None = None
+    local_parameters: tuple[str, ...] | None = None
     dtype: torch.dtype | None = None
 
     @classmethod
@@ -102,6 +106,8 @@ class Settings:
             raise InputError("rounds=None; say how many rounds to run")
         if "weights" in others and not isinstance(others["weights"], str):
             others["weights"] = _weights(others["weights"])
+        if others.get("local_parameters") is not None:
+            others["local_parameters"] = _patterns(others["local_parameters"])
         if others.get("groups") is not None:
             others["groups"] = _groups(others["groups"])
         if others.get("local_steps") is None and others.get("local_epochs") is None:
@@ -128,8 +134,8 @@ class Settings:
                 f"local_steps={self.local_steps} and local_epochs={self.local_epochs} are both given; "
                 "give one of them"
             )
-        if not isinstance(self.eval_clients, bool):
-            raise not_accepted("eval_clients", self.eval_clients, "True or False")
+        if not (isinstance(self.eval_clients, bool) or str(self.eval_clients) == "epoch"):
+            raise not_accepted("eval_clients", self.eval_clients, "True, False or 'epoch'")
         if not isinstance(self.on_nonfinite, str) or self.on_nonfinite not in ("error", "drop"):
             raise not_accepted("on_nonfinite", self.on_nonfinite, "'error' or 'drop'")
         if self.target is not None:
@@ -190,6 +196,12 @@ class Settings:
                 )
         if isinstance(algorithm, GroupedAlgorithm):
             self._check_groups(n)
+            for name in ("local_parameters", "eval_clients"):
+                if getattr(self, name) not in (None, False, True):
+                    raise InputError(
+                        f"{name}={shown(getattr(self, name))} is given, but {type(algorithm).__name__} has "
+                        "clients in groups; omit it, or use another algorithm"
+                    )
         elif self.groups is not None or self.group_rounds is not None:
             raise InputError(
                 f"groups={shown(self.groups)} and group_rounds={self.group_rounds} are given, but "
@@ -400,6 +412,13 @@ def _groups(value: Any) -> tuple[tuple[int, ...], ...] | int:
         return tuple(tuple(sorted(index(i) for i in group)) for group in entries)
     except TypeError:
         raise not_accepted("groups", value, accepted) from None
+
+
+def _patterns(value: Any) -> tuple[str, ...]:
+    patterns = (value,) if isinstance(value, str) else tuple(listed(value) or ())
+    if not patterns or not all(isinstance(pattern, str) and pattern for pattern in patterns):
+        raise not_accepted("local_parameters", value, "names such as 'head' or ['*.bn*', 'BatchNorm2d']")
+    return patterns
 
 
 def _weights(values: Any) -> tuple[float, ...]:

@@ -51,11 +51,11 @@ class Sums:
         return float(torch.stack(self.losses).double().mean()) if self.losses else None
 
     def mean_buffers(self, before: Buffers) -> Buffers:
-        """Return the mean of the buffers over clients, integers rounded."""
+        """Return the mean of the buffers over clients, integers rounded; those that are not sent stay."""
         mean = {name: value / self.S for name, value in self.buffers.items()}
-        return {
-            name: (mean[name] if value.is_floating_point() else mean[name].round()).to(value.dtype)
-            for name, value in before.items()
+        return before | {
+            name: (value if before[name].is_floating_point() else value.round()).to(before[name].dtype)
+            for name, value in mean.items()
         }
 
 

@@ -128,7 +128,7 @@ class Checkpoint:
                 history, slots = self._replay(body["journal"])
             if identity is not None:
                 self._compare(body["settings"], identity, len(history))
-            server, initial, buffers = runs.unpack_server(algorithm, tensors)
+            server, initial, buffers = runs.unpack_server(algorithm, body["settings"], tensors)
             if slots is None:
                 clients = runs.unpack_clients(body, initial, tensors)
             else:

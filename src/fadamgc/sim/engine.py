@@ -37,6 +37,7 @@ from fadamgc.sim.executors.auto import EXECUTORS, ExecutorChoice
 from fadamgc.sim.executors.base import Workload
 from fadamgc.sim.executors.loop import first_nonfinite_step
 from fadamgc.sim.file_states import FileStates, Slots
+from fadamgc.sim.personal import PersonalModels
 from fadamgc.sim.resources import Resources
 from fadamgc.task import Task
 from fadamgc.tree import leaves, map_leaves
@@ -121,14 +122,12 @@ class Engine:
         self.checkpoint = None if options.checkpoint is None else Checkpoint(Path(options.checkpoint))
         self._saved_round = -1
         self.best: Best | None = None
-        self._draw, self._steps = (
-            Draw((), ()),
-            list[int](),
-        )  # of the round that is under way: who, and their work
+        self._draw, self._steps = Draw((), ()), list[int]()  # of the round that is under way
         self._silent: tuple[int, ...] = ()  # of the round that is under way: who does not answer
         self._absent: tuple[int, ...] = ()  # the same, and who is late
         self._staged: dict[int, Any] = {}  # the clients' new states, until the end of the round
         self._group_rounds: GroupRounds | None = None  # of the round that is under way
+        self._personal: PersonalModels | None = None  # to evaluate single clients
         try:
             self._open(resources)
         except BaseException:
@@ -141,7 +140,7 @@ class Engine:
         saved, compiled, executor = None, None, self.options.executor
         if self.checkpoint is not None:
             resume = bool(self.options.resume)
-            saved = self.checkpoint.resume(resume, self.identity(), self.algorithm, self.settings)
+            saved = self.checkpoint.resume(resume, self.identity(), self.federation.method, self.settings)
         if saved is not None:
             self._resume(saved)
             if executor == "auto" and saved.settings["executor"] in EXECUTORS:
@@ -153,6 +152,8 @@ class Engine:
                 passes = [self.settings.passes(int(size)) for size in self.data.size]
                 self.federation.begin_with(self._first_gradients(), passes)
         self.executor = resources.executor(executor, self.workload, compiled)
+        if self.settings.eval_clients:
+            self._personal = PersonalModels(self.federation, self.data, self.executor)
         if callable(self.federation.task.metric):  # a metric that fails should fail now
             server, buffers = self.federation.state
             self.functions.evaluate(server.x, buffers, self.settings.seed, 0)
@@ -251,9 +252,12 @@ class Engine:
         tracked, coin = set(draw.tracked), self.algorithm.coin
         jobs = []
         for i in draw.sampled:
-            data = self.data[i]
-            batches = s.batches(rounds[i].t, i, data.size, coin)
-            jobs.append(Job(rounds[i], i, data, partial(self._state_of, i), i in tracked, batches))
+            data, round, load = self.data[i], rounds[i], partial(self._state_of, i)
+            if s.local_parameters is not None:
+                state = load()
+                round, load = self.federation.at_client(round, state), partial(_same, state)
+            batches = s.batches(round.t, i, data.size, coin)
+            jobs.append(Job(round, i, data, load, i in tracked, batches))
         self._draw, self._steps = draw, list(map(self._work_steps, jobs))
         self._silent = s.silent(t, draw.sampled)
         absent = {*self._silent, *self.federation.late(draw, self._steps)}
@@ -307,7 +311,8 @@ class Engine:
         """
         federation, t = self.federation, self.t + 1
         group_rounds = self._group_rounds
-        sums_of = {id(job.round): federation.new_sums() for job in jobs}  # one round per group
+        total = federation.new_sums()
+        sums_of = {id(job.round): federation.new_sums() if group_rounds else total for job in jobs}
         dropped: list[int] = []
         for result in _in_order(results, jobs):
             job = result.job
@@ -317,8 +322,9 @@ class Engine:
                 dropped.append(job.client)
                 continue
             sums = sums_of[id(job.round)]
-            sums.add(job.client, job.batches.steps, result.up, result.buffers, result.loss)
-            staged = self.clients.stage(result.state)
+            state, buffers = federation.from_client(result.state, result.buffers)
+            sums.add(job.client, job.batches.steps, result.up, buffers, result.loss)
+            staged = self.clients.stage(state)
             if job.client in self._staged:
                 self.clients.discard([self._staged[job.client]])
             self._staged[job.client] = staged
@@ -326,7 +332,7 @@ class Engine:
         draw, work = self._draw, None
         steps = [0 if i in self._silent else k for i, k in zip(draw.sampled, self._steps, strict=True)]
         if group_rounds is None:
-            sums = next(iter(sums_of.values()), federation.new_sums())
+            sums = total
             after = federation.aggregate(sums)
         else:
             in_order = [sums_of[id(round)] for round in group_rounds.rounds]
@@ -353,12 +359,21 @@ class Engine:
 
     def _client_metrics(self, state: ServerState) -> dict[str, float]:
         """Return how the metric on the clients' data is distributed after this round."""
-        tests, seed = self._task_parts.client_tests, self.settings.seed
-        values = self.functions.evaluate_clients(state.server.x, state.buffers, tests, seed, self.t + 1)
+        tests, s, personal = self._task_parts.client_tests, self.settings, self._personal
+        assert personal is not None
+        models = None if s.local_parameters is None else personal.before(state, self._state_of)
+        where = (state.server.x, state.buffers, tests, s.seed, self.t + 1)
+        values = self.functions.evaluate_clients(*where, models)
         records = [(r.sampled, r.absent) for r in self.federation.history]
         records.append((self._draw.sampled, self._absent))
         seen = {i for sampled, absent in records for i in sampled if i not in absent}
-        return client_metrics(values, seen, str(self.federation.task.goal))
+        goal = str(self.federation.task.goal)
+        named = client_metrics(values, seen, goal)
+        if s.eval_clients == "epoch":
+            models = personal.after_epoch(state, self._state_of)
+            after = client_metrics(self.functions.evaluate_clients(*where, models), seen, goal)
+            named |= {f"{name} after an epoch": value for name, value in after.items()}
+        return named
 
     def _check_left(self, t: int, jobs: Sequence[Job], dropped: Sequence[int]) -> None:
         """Refuse to continue if no update is left and more than half of all clients have been dropped.
@@ -424,6 +439,10 @@ def _is_finite(result: Result) -> bool:
     """Whether all that a client keeps and sends is finite."""
     unchecked = [] if result.finite else [*leaves(result.up), *leaves(result.state)]
     return all(map(all_finite, (*unchecked, *result.buffers.values())))
+
+
+def _same(value: Any) -> Any:
+    return value
 
 
 def _to(state: Any, device: torch.device) -> Any:

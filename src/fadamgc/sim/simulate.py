@@ -36,7 +36,7 @@ def simulate(
     schedule: Sequence[tuple[Sequence[int], Sequence[int]]] | None = None,
     weights: Literal["uniform", "size"] | Sequence[float] = "uniform",
     eval_every: int = 1,
-    eval_clients: bool = False,
+    eval_clients: bool | Literal["epoch"] = False,
     target: float | None = None,
     on_nonfinite: Literal["error", "drop"] = "error",
     groups: Sequence[Sequence[int]] | int | None = None,
@@ -46,6 +46,7 @@ def simulate(
     deadline: float | None = None,
     clip_norm: float | None = None,
     weight_decay: float | None = None,
+    local_parameters: str | Sequence[str] | None = None,
     cost: CostModel | None = None,
     dtype: torch.dtype | None = None,
     device: str | torch.device | None = None,
@@ -78,7 +79,8 @@ def simulate(
         eval_every: rounds between two evaluations; the last round is always evaluated.
         eval_clients: whether each evaluation also has the metric on every client's data (its test data, if
             the task has them): "clients: mean", "clients: worst tenth", "clients: spread" and "clients: not
-            yet seen" in ``record.metrics``.
+            yet seen" in ``record.metrics``. "epoch": also that of each client's model after one more local
+            epoch ("clients: mean after an epoch" and so on), which costs an epoch of all clients.
         target: stop as soon as the metric reaches this value.
         on_nonfinite: "error", or "drop" to skip a client whose update is not finite; its state does not
             change and the record names it. In both cases a NonFiniteError ends the run if the server's
@@ -93,6 +95,10 @@ def simulate(
         deadline: seconds, by the cost model, that the server waits for a client; one that is late is absent.
         clip_norm: largest norm of a local gradient; longer ones are scaled down to it.
         weight_decay: weight of an L2 penalty, whose gradient is added to every local gradient after clipping.
+        local_parameters: names of layers or parameters, or classes of layers ("BatchNorm2d"), that stay at
+            the clients: each client trains its own with the same algorithm (FedBN), and never sends them.
+            "*" stands for anything, as in file names. Test data is evaluated with those of the initial
+            model; see ``eval_clients`` and ``run.model_of(client)``.
         cost: how rounds are priced; a finished run can be priced again.
         dtype: type of model and data; None is the model's. With a 16-bit type, gradients are computed in that
             type, and x, the clients' states and all that is sent and added are float32.
@@ -143,6 +149,7 @@ def simulate(
         deadline=deadline,
         clip_norm=clip_norm,
         weight_decay=weight_decay,
+        local_parameters=local_parameters,
         checkpoint_every=checkpoint_every,
         dtype=dtype,
     )

@@ -78,7 +78,7 @@ class RunSpec(Section):
     target: Finite | None = None
     stop_at_target: bool = False
     eval_every: Count = 1
-    eval_clients: bool = False
+    eval_clients: bool | Literal["epoch"] = False
     weights: Annotated[Any, BeforeValidator(_check_weights)] = "uniform"
     on_nonfinite: Literal["error", "drop"] = "error"
     groups: Annotated[Any, BeforeValidator(_check_groups)] = None  # for methods with groups, as group_rounds
@@ -88,6 +88,7 @@ class RunSpec(Section):
     deadline: Positive | None = None
     clip_norm: Positive | None = None
     weight_decay: NonNegative | None = None
+    local_parameters: str | tuple[str, ...] | None = None
     dtype: Literal["float32", "float64"] = "float32"
     executor: ExecutorName = "auto"
 
