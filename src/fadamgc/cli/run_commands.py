@@ -265,7 +265,8 @@ def _run_and_report(
         runner.check(tuning_plan(spec, out))
     with folder.lock():
         if tune:
-            spec = _tuned(spec, folder, runner, resume, overwrite)
+            with runner.before(folder.plan(spec)):
+                spec = _tuned(spec, folder, runner, resume, overwrite)
             resume, overwrite = True, False  # the experiment in the folder is now that of this command
         failures = run_spec(spec, out, resume=resume, overwrite=overwrite, tuned=tune, runner=runner)
         try:

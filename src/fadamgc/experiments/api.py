@@ -116,7 +116,8 @@ def experiment(
     with folder.lock():
         if tune is not None:
             open_folder(folder, spec, resume, overwrite, tuned=True)
-            spec = tune_spec(spec, out, resume=resume, runner=runner).spec
+            with runner.before(folder.plan(spec)):
+                spec = tune_spec(spec, out, resume=resume, runner=runner).spec
             resume, overwrite = True, False
         run_spec(spec, out, resume=resume, overwrite=overwrite, tuned=tune is not None, runner=runner)
         return write_report(out)

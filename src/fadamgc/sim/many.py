@@ -179,7 +179,8 @@ def run_together(
         teams.setdefault(id(executor) if isinstance(executor, VectorizedExecutor) else -i - 1, []).append(i)
     total = sum(run.settings.rounds for run in started)
     done = sum(run.t for run in started)
-    with progress_bar(progress, f"{len(started)} runs", total, done) as show:
+    with progress_bar(progress, f"{len(started)} runs", total) as shown_progress:
+        shown_progress.begin(done)
         for team in teams.values():
             while active := [i for i in team if i not in endings]:
                 for i in active:
@@ -190,7 +191,7 @@ def run_together(
                         end(i, outcome)
                         continue
                     done += 1
-                    show(outcome, done)
+                    shown_progress.advance(outcome, done)
                     if outcome is None:
                         end(i)
     return [endings[i] for i in range(len(started))]

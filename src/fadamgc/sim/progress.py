@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.markup import escape
@@ -12,53 +13,74 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from fadamgc.escape import duration, printable
 from fadamgc.federation.run import Record
+from fadamgc.stages import SlowStages, listening
 
-Advance = Callable[..., None]
-FIRST_LINE, NEXT_LINES = 10.0, 60.0  # seconds until the first line, and between two lines
+FIRST_LINE, NEXT_LINES, SLOW_STAGE = 10.0, 60.0, 5.0  # seconds until a line is printed
+
+
+class Shown(NamedTuple):
+    """What to call while runs are executed."""
+
+    begin: Callable[[int], None]  # with the number of rounds that are done already
+    advance: Callable[..., None]  # with the record of a round, and the number of rounds done if several runs
 
 
 @contextmanager
-def progress_bar(show: bool, label: str, rounds: int, done: int) -> Iterator[Advance]:
-    """Show the progress on stderr; yield a function to call after each round."""
+def progress_bar(show: bool, label: str, rounds: int) -> Iterator[Shown]:
+    """Show the progress of ``rounds`` rounds on stderr, and what is done before the first one."""
     console = Console(stderr=True)
     if not show:
-        yield lambda *_: None
+        yield Shown(lambda _: None, lambda *_: None)
         return
     if not (console.is_terminal or console.is_jupyter):
-        yield _lines(console, printable(label), rounds, done)
+        lines = _Lines(console, printable(label), rounds)
+        with listening(SlowStages(lines.say, SLOW_STAGE)):
+            yield Shown(lines.begin, lines.advance)
         return
     label = escape(printable(label))
     label_column, metric_column = TextColumn("{task.description}"), TextColumn("{task.fields[metric]}")
     columns = label_column, BarColumn(), MofNCompleteColumn(), metric_column, TimeRemainingColumn()
     with Progress(*columns, console=console, transient=True) as bar:
-        item = bar.add_task(f"{label}: preparing, perhaps compiling", total=rounds, completed=done, metric="")
+        item = bar.add_task(label, total=rounds, metric="")
+
+        def hear(what: str | None) -> None:
+            bar.update(item, description=label if what is None else f"{label}: {what}")
+
+        def begin(done: int) -> None:
+            bar.reset(item, completed=done)
 
         def advance(record: Record | None, done: int | None = None) -> None:
             if record is not None:
                 now = record.round if done is None else done
-                bar.update(item, description=label, completed=now, metric=_metric(record))
+                bar.update(item, completed=now, metric=_metric(record))
 
-        yield advance
+        with listening(hear):
+            yield Shown(begin, advance)
 
 
-def _lines(console: Console, label: str, rounds: int, done: int) -> Advance:
-    """Return a function that prints a line if the last one is long ago."""
-    began = time.monotonic()
-    due = began + FIRST_LINE
+class _Lines:
+    """Prints a line if the last one is long ago."""
 
-    def advance(record: Record | None, now: int | None = None) -> None:
-        nonlocal due
+    def __init__(self, console: Console, label: str, rounds: int) -> None:
+        self.console, self.label, self.rounds = console, label, rounds
+        self.begin(0)
+
+    def begin(self, done: int) -> None:
+        self.done, self.began = done, time.monotonic()
+        self.due = self.began + FIRST_LINE
+
+    def advance(self, record: Record | None, now: int | None = None) -> None:
         seconds = time.monotonic()
-        if record is None or seconds < due:
+        if record is None or seconds < self.due:
             return
-        due = seconds + NEXT_LINES
+        self.due = seconds + NEXT_LINES
         now = record.round if now is None else now
-        left = (seconds - began) * (rounds - now) / max(1, now - done)
+        left = (seconds - self.began) * (self.rounds - now) / max(1, now - self.done)
         value = f", {_metric(record)}" if record.test_metric is not None else ""
-        line = f"{label}: round {now} of {rounds}{value}; about {duration(left)} left"
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        self.say(f"round {now} of {self.rounds}{value}; about {duration(left)} left")
 
-    return advance
+    def say(self, what: str) -> None:
+        self.console.print(f"{self.label}: {what}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _metric(record: Record) -> str:

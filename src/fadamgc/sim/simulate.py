@@ -155,19 +155,20 @@ def simulate(
     )
     options = Options(cost, device, executor, states, callbacks, checkpoint, resume, keep)
     check_flag("progress", progress)
+    label = f"{getattr(algorithm, 'title', 'a run')} on {getattr(task, 'name', 'a task')}"
     with torch.inference_mode(False), ExitStack() as stack:
+        shown_progress = stack.enter_context(progress_bar(progress, label, settings.rounds))
         engine = start(algorithm, task, settings, options, Resources())
         stack.callback(engine.close)
-        label = f"{algorithm.title} on {task.name}"
-        with progress_bar(progress, label, engine.settings.rounds, engine.t) as advance:
-            while not engine.over():
-                jobs = engine.begin()
-                end = engine.end(jobs, engine.executor.run(jobs))
-                if end is None:  # more group rounds of this round follow
-                    continue
-                advance(end.record)
-                if engine.stops_after(end):
-                    break
+        shown_progress.begin(engine.t)
+        while not engine.over():
+            jobs = engine.begin()
+            end = engine.end(jobs, engine.executor.run(jobs))
+            if end is None:  # more group rounds of this round follow
+                continue
+            shown_progress.advance(end.record)
+            if engine.stops_after(end):
+                break
         engine.write()
         return engine.result()
 

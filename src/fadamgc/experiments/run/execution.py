@@ -48,6 +48,7 @@ from fadamgc.sim.executors.machine_code import compiler
 from fadamgc.sim.many import run_together
 from fadamgc.sim.resources import Resources
 from fadamgc.sim.simulate import SETTINGS, simulate, start_from
+from fadamgc.stages import stage
 from fadamgc.task import Task
 from fadamgc.tasks.build import build_task
 from fadamgc.tasks.sections import FunctionTask, HarTask, TableTask, TextTask
@@ -97,7 +98,8 @@ class TaskCache:
             return self._shared[key]
         if key in self._tasks:
             return self._tasks[key][0]
-        task = build_task(planned.task, planned.seed, planned.validation)
+        with stage(f"loading {planned.task.data}, seed {planned.seed}"):
+            task = build_task(planned.task, planned.seed, planned.validation)
         data = tensors_of([*task.samples, task.test_samples])
         size = _bytes(chain(task.model.parameters(), task.model.buffers(), data))
         while self._tasks and sum(s for _, s in self._tasks.values()) + size > self.limit:

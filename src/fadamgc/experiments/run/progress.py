@@ -17,6 +17,9 @@ from fadamgc.escape import duration, printable
 from fadamgc.experiments.planned_run import PlannedRun
 from fadamgc.experiments.run.execution import RunEnd
 from fadamgc.experiments.run.workers import Listener, OnEnd, OnRound
+from fadamgc.stages import Hear, SlowStages
+
+SLOW_STAGE = 5.0  # seconds after which a stage is said without a terminal
 
 
 def warn(message: str, console: Console | None = None) -> None:
@@ -30,28 +33,33 @@ def tell(line: str, console: Console) -> None:
 
 
 @contextmanager
-def display(plan: Sequence[PlannedRun], quiet: bool, done: int) -> Iterator[Listener]:
-    """Show the progress of runs; ``done`` further runs of the command are done already."""
+def display(plan: Sequence[PlannedRun], quiet: bool, done: int, later: int = 0) -> Iterator[Listener]:
+    """Show the progress of runs; ``done`` further runs of the command are done already.
+
+    ``later`` is the number of rounds of runs that the command executes after these: the time left is that of
+    the whole command.
+    """
     console = Console(stderr=True)
     above_bars = partial(warn, console=console)
     if quiet or not plan:
-        yield Listener(lambda _: None, lambda _, __: None, above_bars)
+        yield Listener(lambda _: None, lambda _, __: None, above_bars, lambda _: None)
     elif console.is_terminal:
-        with _bars(console, plan) as (on_round, on_end):
-            yield Listener(on_round, on_end, above_bars)
+        with _bars(console, plan, later) as (on_round, on_end, on_stage):
+            yield Listener(on_round, on_end, above_bars, on_stage)
     else:
-        yield Listener(lambda _: None, _lines(console, plan, done), above_bars)
+        slow = SlowStages(lambda what: tell(printable(f"{what} ..."), console), SLOW_STAGE)
+        yield Listener(lambda _: None, _lines(console, plan, done, later), above_bars, slow)
 
 
-def _lines(console: Console, plan: Sequence[PlannedRun], done: int) -> OnEnd:
-    total, all_rounds = done + len(plan), sum(planned.run.rounds for planned in plan)
+def _lines(console: Console, plan: Sequence[PlannedRun], done: int, later: int) -> OnEnd:
+    total, all_rounds = done + len(plan), later + sum(planned.run.rounds for planned in plan)
     number, rounds, began = done, 0, time.monotonic()
 
     def on_end(i: int, end: RunEnd) -> None:
         nonlocal number, rounds
         number, rounds = number + 1, rounds + plan[i].run.rounds
         left = (time.monotonic() - began) * (all_rounds - rounds) / rounds
-        more = f"; about {duration(left)} left" if number < total else ""
+        more = f"; about {duration(left)} left" if number < total or later else ""
         value = "" if end.metric is None else f", {plan[i].task.metric} {end.metric:.4g}"
         if end.metric is not None and not math.isfinite(end.metric):
             value = ", diverged"
@@ -62,7 +70,7 @@ def _lines(console: Console, plan: Sequence[PlannedRun], done: int) -> OnEnd:
 
 
 @contextmanager
-def _bars(console: Console, plan: Sequence[PlannedRun]) -> Iterator[tuple[OnRound, OnEnd]]:
+def _bars(console: Console, plan: Sequence[PlannedRun], later: int) -> Iterator[tuple[OnRound, OnEnd, Hear]]:
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), "rounds")
     times = (TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, *times, console=console, transient=True) as bars:
@@ -72,7 +80,7 @@ def _bars(console: Console, plan: Sequence[PlannedRun]) -> Iterator[tuple[OnRoun
         bar_of = {
             label: bars.add_task(escape(printable(label)), total=total) for label, total in totals.items()
         }
-        bar_of_all = bars.add_task("[bold]all", total=sum(totals.values()))
+        bar_of_all = bars.add_task("[bold]all", total=sum(totals.values()) + later)
         rounds = [0] * len(plan)
 
         def move(i: int, by: int) -> None:
@@ -84,4 +92,8 @@ def _bars(console: Console, plan: Sequence[PlannedRun]) -> Iterator[tuple[OnRoun
         def on_end(i: int, _: RunEnd) -> None:
             move(i, plan[i].run.rounds - rounds[i])  # the run may have ended early
 
-        yield (lambda i: move(i, 1)), on_end
+        def on_stage(what: str | None) -> None:
+            more = "" if what is None else f": {escape(printable(what))}"
+            bars.update(bar_of_all, description=f"[bold]all[/bold]{more}")
+
+        yield (lambda i: move(i, 1)), on_end, on_stage

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -51,6 +52,7 @@ class Runner:
         self.save_models = save_models
         self.workers = (os.cpu_count() or 1) if workers is None else whole("workers", workers, 1)
         self.quiet = quiet
+        self.later = 0  # rounds of runs that the command executes later, for the time left
         self._tasks = TaskCache()
 
     def check(self, plan: Sequence[PlannedRun]) -> None:
@@ -63,6 +65,15 @@ class Runner:
         task = self._tasks.task(plan[0])
         tell(f"checking {f'{len(first)} methods' if len(first) > 1 else plan[0].method.label} ...", console)
         self._check_disk(plan, {slug: dry_run(planned, task) for slug, planned in first.items()})
+
+    @contextmanager
+    def before(self, plan: Sequence[PlannedRun]) -> Iterator[None]:
+        """In a ``with`` block, count the rounds of runs that come later in the time left."""
+        self.later = sum(planned.run.rounds for planned in plan)
+        try:
+            yield
+        finally:
+            self.later = 0
 
     def _check_disk(self, plan: Sequence[PlannedRun], space: dict[str, DiskSpace]) -> None:
         records = sum(space[planned.method.slug].record for planned in plan if not planned.folder.exists())
@@ -89,7 +100,7 @@ class Runner:
         plan = [p if p.validation else replace(p, save_model=self.save_models) for p in plan]
         plan = [planned for planned in plan if not (resume and is_done(planned, warn))]
         failures: list[Failure] = []
-        with display(plan, self.quiet, total - len(plan)) as shown:
+        with display(plan, self.quiet, total - len(plan), self.later) as shown:
 
             def on_end(i: int, end: RunEnd) -> None:
                 if end.error is not None:

@@ -34,6 +34,7 @@ from fadamgc.experiments.run.execution import (
 )
 from fadamgc.loading import import_again, imports
 from fadamgc.runtime import one_thread
+from fadamgc.stages import Hear, listening
 from fadamgc.tasks.sections import ImagesTask, TextTask
 
 TOGETHER = 16  # runs that advance together, at most
@@ -48,6 +49,7 @@ class Listener(NamedTuple):
     on_round: OnRound
     on_end: OnEnd
     warn: Warn
+    on_stage: Hear
 
 
 def in_groups(plan: Sequence[PlannedRun], workers: int) -> list[list[int]]:
@@ -66,11 +68,12 @@ def run_all(plan: Sequence[PlannedRun], workers: int, tasks: TaskCache, listener
     """Execute all runs. On an interrupt or an error the workers stop; runs that are saved by then stay."""
     count = min(workers, len(plan))
     groups = in_groups(plan, max(1, count))
-    if count > 1:
-        _run_in_processes(plan, groups, count, listener, SharedTasks(plan, tasks))
-        return
-    for group in groups:
-        _run_group(plan, group, tasks, listener)
+    with listening(listener.on_stage):
+        if count > 1:
+            _run_in_processes(plan, groups, count, listener, SharedTasks(plan, tasks))
+            return
+        for group in groups:
+            _run_group(plan, group, tasks, listener)
 
 
 def _run_group(plan: Sequence[PlannedRun], group: list[int], tasks: TaskCache, listener: Listener) -> None:
@@ -94,7 +97,7 @@ def _run_in_processes(
     stop, stopper = context.Pipe(duplex=False)
     messages, sender = context.Pipe(duplex=False)
     pool = ProcessPoolExecutor(count, context, _start_worker, (stop, sender, count, imports(), shared))
-    thread = threading.Thread(target=_listen, args=(messages, listener.on_round, listener.warn), daemon=True)
+    thread = threading.Thread(target=_listen, args=(messages, listener), daemon=True)
     thread.start()
     try:
         # A queue, because concurrent.futures.wait takes the locks of all futures: an interrupt in the middle
@@ -136,13 +139,16 @@ def no_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _listen(messages: Any, on_round: OnRound, warn: Warn) -> None:
-    """Read the messages of the workers until END: the number of a run that has made a round, or a warning."""
+def _listen(messages: Any, listener: Listener) -> None:
+    """Read the messages of the workers until END: a run has made a round, a warning, or a stage."""
     while (message := messages.recv_bytes()) != END:
+        text = message[1:].decode(errors="replace")
         if message.startswith(WARNING):
-            warn(message[1:].decode(errors="replace"))
+            listener.warn(text)
+        elif message.startswith(STAGE):
+            listener.on_stage(text or None)
         else:
-            on_round(int(message[1:]))
+            listener.on_round(int(text))
 
 
 # In the workers.
@@ -151,7 +157,7 @@ _stop: Any = None
 _sender: Any = None
 _tasks: TaskCache | None = None
 
-END, ROUND, WARNING = b"e", b"r", b"w"  # how a message starts
+END, ROUND, WARNING, STAGE = b"e", b"r", b"w", b"s"  # how a message starts
 LONGEST = 3_000  # bytes of a warning: a pipe writes such short messages at once, without mixing them
 
 
@@ -181,4 +187,8 @@ def _work(group: list[int], plan: list[PlannedRun]) -> list[RunEnd]:
     def warn(message: str) -> None:
         _sender.send_bytes(WARNING + message.encode(errors="replace")[:LONGEST])
 
-    return execute(plan, on_round, warn, _tasks)
+    def hear(what: str | None) -> None:
+        _sender.send_bytes(STAGE + (what or "").encode(errors="replace")[:LONGEST])
+
+    with listening(hear):
+        return execute(plan, on_round, warn, _tasks)

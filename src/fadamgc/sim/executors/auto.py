@@ -18,6 +18,7 @@ from fadamgc.sim.executors.base import Executor, Workload
 from fadamgc.sim.executors.loop import LoopExecutor
 from fadamgc.sim.executors.threads import ThreadsExecutor
 from fadamgc.sim.executors.vectorized import VectorizedExecutor
+from fadamgc.stages import stage
 
 EXECUTORS = ("loop", "threads", "vectorized")
 SMALL_MODEL = 1_000_000  # parameters up to which a block of clients may pay on a CPU
@@ -70,7 +71,8 @@ def choose_executor(workload: Workload) -> Executor:
     seconds: dict[str, float] = {}
     for name, executor in candidates.items():
         try:
-            seconds[name] = _step_seconds(executor, workload)
+            with stage(f"trying the executor {name}"):
+                seconds[name] = _step_seconds(executor, workload)
         except FadamgcError as error:
             log.info("executor auto: not %s (%s)", name, error)
             failed = error

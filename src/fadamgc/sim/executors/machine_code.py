@@ -37,6 +37,7 @@ from torch.fx import GraphModule
 from fadamgc.cache import cache_folder, code_folder, read_private, remove_old
 from fadamgc.errors import first_line
 from fadamgc.files import write_atomic
+from fadamgc.stages import stage
 
 log = logging.getLogger("fadamgc")
 
@@ -163,7 +164,10 @@ def compiled(graph: Callable[..., Any], arguments: Tensors) -> NativeCode | None
         while len(_codes) >= KEPT:
             del _codes[next(iter(_codes))]
         try:
-            _codes[key] = _kept(key, arguments) or _compile(pure, arguments, key)
+            _codes[key] = _kept(key, arguments)
+            if _codes[key] is None:
+                with stage("compiling (once: the code is kept for later runs)"):
+                    _codes[key] = _compile(pure, arguments, key)
         except Exception as error:  # another version of torch may do it differently
             log.warning("a graph is not compiled, which costs speed: %s", first_line(error))
             _codes[key] = None

@@ -1,0 +1,55 @@
+"""What takes time before a round: loading data, choosing an executor, compiling. Progress displays listen.
+
+with stage("compiling"):
+    ...
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+Hear = Callable[[str | None], object]  # is called with what begins, and with None when it has ended
+
+_listeners: list[Hear] = []
+
+
+@contextmanager
+def stage(what: str) -> Iterator[None]:
+    """Tell all listeners what is done in a ``with`` block."""
+    for hear in _listeners:
+        hear(what)
+    try:
+        yield
+    finally:
+        for hear in _listeners:
+            hear(None)
+
+
+@contextmanager
+def listening(hear: Hear) -> Iterator[None]:
+    """Let a function hear all stages of this process in a ``with`` block."""
+    _listeners.append(hear)
+    try:
+        yield
+    finally:
+        _listeners.remove(hear)
+
+
+class SlowStages:
+    """Calls ``say`` with a stage that takes longer than ``seconds``, for output without a terminal."""
+
+    def __init__(self, say: Callable[[str], object], seconds: float) -> None:
+        self.say, self.seconds = say, seconds
+        self._timer: threading.Timer | None = None
+
+    def __call__(self, what: str | None) -> None:
+        """Take note that a stage begins, or that it has ended (None)."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if what is not None:
+            self._timer = threading.Timer(self.seconds, self.say, (what,))
+            self._timer.daemon = True
+            self._timer.start()
