@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,14 @@ def macro(output, target):
 def own_metric(seed):
     task = make_task(seed)
     return fadamgc.Task(task.model, task.loss, task.pairs, task.test, metric=macro)
+
+
+def counted(seed):
+    import os
+
+    with open(os.environ["CALLS"], "a") as file:
+        file.write(f"{os.getpid()} ")
+    return make_task(seed)
 
 
 def fails(seed):
@@ -128,6 +137,27 @@ def test_a_function_in_a_spec_does_what_built_in_data_do(module: str, tmp_path: 
     again = command("run", path, "--out", out, "--workers", 1, "--resume")
     assert again.exit_code == 0
     assert "[1/" not in again.stderr
+
+
+def test_the_partition_of_a_function_is_drawn(module: str, tmp_path: Path) -> None:
+    path = spec_of(tmp_path, f'data = "{module}.py:make_task"')
+    result = command("partition", path, "--out", tmp_path / "mine.png")
+    assert result.exit_code == 0, result.output
+    assert "6 clients" in result.output
+    assert "samples per client: least" in result.output
+    assert (tmp_path / "mine.png").stat().st_size > 1000
+
+
+def test_workers_share_the_task_of_a_function(module: str, tmp_path: Path, monkeypatch: Any) -> None:
+    """The function is called once per seed in this process, and never in the workers."""
+    path = spec_of(tmp_path, f'data = "{module}.py:counted"')
+    monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
+    result = command("run", path, "--out", tmp_path / "out", "--workers", 2)
+    assert result.exit_code == 0, result.output
+    calls = (tmp_path / "calls").read_text().split()
+    seeds = load_spec(path).run.seeds
+    assert set(calls) == {str(os.getpid())}
+    assert len(calls) <= 3 + len(seeds)  # to complete the spec, to plot the partition, and to check it
 
 
 @pytest.mark.parametrize("function", ["make_task", "with_validation", "own_metric"])

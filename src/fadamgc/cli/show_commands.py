@@ -268,6 +268,9 @@ def _settings(values: Mapping[str, Any]) -> str:
 
 @app.command()
 def partition(
+    spec: Annotated[
+        Path | None, typer.Argument(help="Plot the task of this spec, a TOML file, instead.", show_default="")
+    ] = None,
     data: Annotated[str, typer.Option(help="A data set with labels.")] = "digits",
     clients: Annotated[int, typer.Option(help="Number of clients.")] = 50,
     kind: Annotated[
@@ -290,25 +293,30 @@ def partition(
     - `fadamgc partition --alpha 1 --clients 20 --out mild.png`
     - `fadamgc partition --partition shards --shards-per-client 2`
     - `fadamgc partition --data cifar10 --data-root ~/data`
+    - `fadamgc partition spec.toml`, for data of your own
     """
     import numpy as np
 
     from fadamgc.experiments.report.label_plot import save_label_plot
+    from fadamgc.experiments.spec.toml_io import load_spec
     from fadamgc.tasks.build import label_counts
     from fadamgc.tasks.sections import task_spec
 
     use_data(data_root)
-    task = task_spec(
-        data=data,
-        clients=clients,
-        partition=kind,
-        alpha=alpha,
-        min_size=min_size,
-        shards_per_client=shards_per_client,
-    )
+    if spec is not None:
+        task = load_spec(spec).task
+    else:
+        task = task_spec(
+            data=data,
+            clients=clients,
+            partition=kind,
+            alpha=alpha,
+            min_size=min_size,
+            shards_per_client=shards_per_client,
+        )
     labels = label_counts(task, seed)
     if labels is None:
-        raise InputError(f"data={data!r} has no labels to plot; use --data digits")
+        raise InputError(f"data={task.data!r} has no labels to plot; use --data digits")
     sizes, classes = labels.counts.sum(axis=1), (labels.counts > 0).sum(axis=1)
     try:
         save_label_plot(labels.counts, out, title=f"{labels.note} (seed {seed})")
