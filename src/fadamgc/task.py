@@ -100,6 +100,8 @@ class Task:
             self.goal = "min" if self.metric == "loss" else "max"
         if not isinstance(self.goal, str) or self.goal not in ("max", "min"):
             raise not_accepted("goal", self.goal, "'max' or 'min'")
+        if not isinstance(self.lazy, bool):
+            raise not_accepted("lazy", self.lazy, "True or False")
         if self.collate is not None and not callable(self.collate):
             raise InputError(f"collate={shown(self.collate)} is not a function of a list of items")
         clients = None if isinstance(self.clients, (dict, str, Tensor)) else listed(self.clients)
@@ -123,7 +125,7 @@ class Task:
             self.client_tests = _without_copies(listed(self.client_tests) or [], self.client_test_samples)
 
     def _read(self, data: Any, owner: str) -> Samples:
-        return read(data, owner, bool(self.lazy), self.collate)
+        return read(data, owner, self.lazy, self.collate)
 
     def _tell_what_was_read(self, data: Sequence[tuple[Any, Samples | None]]) -> None:
         """Say which Datasets were read into memory, and warn if their items are random."""

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from .harness import Target
 
@@ -310,7 +310,17 @@ def task(r: random.Random, odd: float) -> Any:
         settings["test"] = pair(r, odd)
     if r.random() < 0.4:
         settings["metric"] = r.choice(METRICS)
-    for name in ("clients", "test", "goal", "name", "metric"):
+    if r.random() < 0.2:
+        settings["lazy"] = True
+    if r.random() < 0.1:
+        settings["collate"] = r.choice((default_collate, lambda items: items, lambda items: (1, 2), fails))
+    if r.random() < 0.1:
+        settings["transform"] = r.choice(
+            (lambda x, y: (2 * x, y), lambda x, y: x, lambda x, y: (x[:1], y), fails)
+        )
+    if r.random() < 0.1:
+        settings["client_tests"] = [pair(r, odd) for _ in clients]
+    for name in ("clients", "test", "goal", "name", "metric", "transform", "client_tests", "lazy", "collate"):
         if r.random() < odd / 4:
             settings[name] = r.choice(ODD)
     return Task(**settings)
@@ -356,6 +366,12 @@ def settings(r: random.Random, odd: float, folder: Path) -> dict[str, Any]:
         }
         good["sampled"] = good["tracked"] = None
     if r.random() < 0.1:
+        good["local_parameters"] = r.choice(("bias", ["weight"], "*", "0", ["BatchNorm1d", "bias"]))
+    if r.random() < 0.1:
+        good["eval_clients"] = r.choice((True, "epoch"))
+    if r.random() < 0.1:
+        good |= {"clip_norm": 1.0, "weight_decay": 0.1, "dropout": 0.5, "stragglers": 0.5}
+    if r.random() < 0.1:
         good["checkpoint"] = folder / "checkpoint"
         good["states"] = r.choice(("memory", "files", "auto"))
     for name in (*good, *OTHERS):
@@ -377,7 +393,16 @@ def settings(r: random.Random, odd: float, folder: Path) -> dict[str, Any]:
 
 
 OTHERS = ("weights", "schedule", "target", "cost", "dtype", "device", "states", "callbacks", "resume")
-OTHERS += ("local_epochs", "checkpoint_every", "checkpoint")
+OTHERS += (
+    "local_epochs",
+    "checkpoint_every",
+    "checkpoint",
+    "clip_norm",
+    "weight_decay",
+    "dropout",
+    "stragglers",
+)
+OTHERS += ("deadline", "eval_clients", "local_parameters", "keep", "groups", "group_rounds")
 
 
 def ends(t: int) -> Callable[[Any], bool]:

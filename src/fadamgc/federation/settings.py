@@ -134,7 +134,8 @@ class Settings:
                 f"local_steps={self.local_steps} and local_epochs={self.local_epochs} are both given; "
                 "give one of them"
             )
-        if not (isinstance(self.eval_clients, bool) or str(self.eval_clients) == "epoch"):
+        chosen = self.eval_clients
+        if not (isinstance(chosen, bool) or (isinstance(chosen, str) and chosen == "epoch")):
             raise not_accepted("eval_clients", self.eval_clients, "True, False or 'epoch'")
         if not isinstance(self.on_nonfinite, str) or self.on_nonfinite not in ("error", "drop"):
             raise not_accepted("on_nonfinite", self.on_nonfinite, "'error' or 'drop'")
