@@ -15,19 +15,24 @@ help:  ## Show this list
 
 install: $(VENV)/.installed  ## Create the virtual environment and install everything into it
 
-# torch is installed first and alone, so that no other package brings another build of torch. declearn, which
-# one test compares compositions with, asks for an older pandas, so it comes without its dependencies. All is
-# byte-compiled at the end, on all cores (some packages contain files for other versions of Python).
-$(VENV)/.installed: pyproject.toml constraints.txt
+# What the demo needs. torch is installed first and alone, so that no other package brings another build of it.
+$(VENV)/.base: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(f"Python 3.11 or newer is needed, this is {v}; set PYTHON=") if v < (3, 11) else None'
 	$(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) torch
+	$(PIP_INSTALL) --editable .
+	@touch $@
+
+# The rest. declearn, which one test compares compositions with, asks for an older pandas, so it comes without
+# its dependencies. All is byte-compiled at the end, on all cores (some packages contain files for other
+# versions of Python).
+$(VENV)/.installed: $(VENV)/.base
 	$(PIP_INSTALL) --editable '.[dev]'
 	$(PIP_INSTALL) --no-deps declearn fire gmpy2 msgpack termcolor
 	$(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null || true
 	@touch $@
 
-demo: install  ## Compare the paper's seven methods on digits; results in out/compare
+demo: $(VENV)/.base  ## Compare the paper's seven methods on digits; results in out/compare
 	$(BIN)/fadamgc compare --out $(OUT) --overwrite
 
 quick: install  ## Run the tests that take less than a second or two, for the inner loop

@@ -1,4 +1,4 @@
-"""Write the generated blocks of README.md and docs/*.md: what each method sends, measured speeds, results.
+"""Write the generated blocks of README.md and docs/*.md, and the catalogue of ``fadamgc list``.
 
 python docs/tables.py
 
@@ -17,6 +17,7 @@ import torch
 
 import fadamgc
 from fadamgc.algorithm import AnyAlgorithm, example
+from fadamgc.cli.catalogue import FILE, current
 from fadamgc.grouped import GroupedAlgorithm
 from fadamgc.tree import named_leaves
 
@@ -110,7 +111,7 @@ BLOCKS: dict[str, tuple[Callable[[], str], ...]] = {
 
 
 def pages() -> Iterator[tuple[Path, str]]:
-    """Yield each page that has generated blocks, and its text with the blocks as they should be."""
+    """Yield each file that is generated, or has generated blocks, and its text as it should be."""
     for name, makers in BLOCKS.items():
         text = (ROOT / name).read_text()
         for make in makers:
@@ -120,10 +121,12 @@ def pages() -> Iterator[tuple[Path, str]]:
             if count != 1:
                 raise SystemExit(f"{name} has {count} blocks {start.strip()}; it must have one")
         yield ROOT / name, text
+    text = json.dumps(current(), indent=1, ensure_ascii=False) + "\n"
+    yield FILE, text
 
 
 if __name__ == "__main__":
     for page, text in pages():
-        if text != page.read_text():
+        if not page.is_file() or text != page.read_text():
             page.write_text(text)
             print(f"wrote {page.relative_to(ROOT)}")

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -415,3 +416,29 @@ def test_two_at_once_do_not_write_into_one_folder(spec, tmp_path):
             assert result.exit_code == 2
             assert "is being written by another fadamgc" in result.stderr
     assert fadamgc("run", spec, "--out", out, "--workers", 1, "--quiet").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    "words", [["--help"], ["run", "--help"], ["list"], ["list", "fadamgc"], ["--version"]]
+)
+def test_help_and_list_need_no_torch(words):
+    code = (
+        "import sys; from fadamgc.cli.main import app; "
+        f"\ntry:\n    app({words!r})\nexcept SystemExit as end:\n    assert not end.code, end.code\n"
+        "slow = {'torch', 'numpy', 'pandas', 'matplotlib'} & set(sys.modules)\nassert not slow, slow"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_list_has_algorithms_of_plug_ins(tmp_path):
+    source = "import fadamgc\n\n\nclass Mine(fadamgc.FedAvg):\n    'My own rule.'\n\n    title = 'Mine'\n\n\n"
+    (tmp_path / "my_plug_in.py").write_text(source + "fadamgc.register('mine', Mine)\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "fadamgc", "--import", tmp_path / "my_plug_in.py", "list"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert "My own rule." in done.stdout, done.stderr
+    assert "fadamgc" in done.stdout

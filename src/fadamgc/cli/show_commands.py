@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from functools import partial
 from itertools import chain, count
@@ -187,14 +186,12 @@ def list_(
     """
     import json
 
-    from fadamgc.experiments.spec.sections import EXECUTORS
-    from fadamgc.experiments.spec.toml_io import preset, presets
-    from fadamgc.methods import algorithms
-    from fadamgc.paper.study import studies
-    from fadamgc.tasks.sections import RUNNABLE, LabelledTask
+    from fadamgc.cli.catalogue import catalogue, described_algorithm
 
-    console = terminal()
-    described = [_described(one) for one in (algorithms() if name is None else [name])]
+    console, known = terminal(), catalogue()
+    described = known["algorithms"]
+    if name is not None:
+        described = [one for one in described if one["name"] == name] or [described_algorithm(name)]
     if as_json:
         print(json.dumps(described, indent=1))
         return
@@ -209,50 +206,19 @@ def list_(
         table.add_row(f"[bold]{one['name']}[/]", escape(one["what"]), *vectors, ", ".join(one["needs"]))
     console.print(table)
     console.print("fadamgc list NAME shows the rule of an algorithm and its settings\n", highlight=False)
-    for one_preset in presets():
-        console.print(f"preset [bold]{one_preset}[/]: {preset(one_preset).title}", highlight=False)
-    for title, names in (
-        ("to reproduce", studies()),
-        ("tasks", RUNNABLE),
-        ("partitions", LabelledTask.PARTITIONS),
-        ("executors", EXECUTORS),
-    ):
+    for preset, title in known["presets"].items():
+        console.print(f"preset [bold]{preset}[/]: {title}", highlight=False)
+    for title, names in known["names"].items():
         console.print(f"{title}: {', '.join(names)}", highlight=False)
 
 
-def _described(name: str) -> dict[str, Any]:
-    """Return all that `list` says about an algorithm."""
-    from fadamgc.federation.cost import traffic
-    from fadamgc.grouped import GroupedAlgorithm
-    from fadamgc.methods import algorithm_class
-
-    cls = algorithm_class(name)
-    text = (inspect.getdoc(cls) or "no description").strip()
-    described: dict[str, Any] = {"name": name, "title": str(getattr(cls, "title", name)), "text": text}
-    described |= {"what": text.splitlines()[0], "vectors": dict.fromkeys(("down", "up", "tracked"), "?")}
-    described |= {"needs": [], "settings": dict.fromkeys(cls.setting_names(), "?")}
-    try:
-        algorithm = cls()
-    except Exception:  # one that needs arguments
-        return described
-    vectors = [round(size / 4000) for size in traffic(algorithm, d=1000)]  # single numbers do not count
-    everybody = ["all clients"] if algorithm.full_participation else []
-    groups = ["groups"] if isinstance(algorithm, GroupedAlgorithm) else []
-    return described | {
-        "title": algorithm.title,
-        "vectors": dict(zip(("down", "up", "tracked"), vectors, strict=True)),
-        "needs": everybody + groups,
-        "settings": algorithm.plain(),
-    }
-
-
 def _show_algorithm(console: Console, described: Mapping[str, Any]) -> None:
-    from fadamgc.algebra.compose import NAMES, rule_table
-
     console.print(f"{described['name']}: {described['title']}\n", markup=False, highlight=False)
     console.print(described["text"], markup=False, highlight=False)
     console.print(f"\nsettings and their defaults: {_settings(described['settings'])}", markup=False)
     if described["name"] == "compose":
+        from fadamgc.algebra.compose import NAMES, rule_table
+
         factors = Table("factor", "rule", "settings and their defaults", title="The factors")
         for kind, rules in NAMES.items():
             for name, rule in rules.items():
