@@ -87,6 +87,7 @@ ROOM_OF |= {
     "grouped": "algorithm",
     "metrics": "task",
     "samples": "task",
+    "lazy_clients": "task",
     "task_checks": "task",
     "hook": "optim",
     "pieces": "optim",

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from fadamgc.federation.run import Record, Run
     from fadamgc.federation.settings import Settings
     from fadamgc.hook import Correction
+    from fadamgc.lazy_clients import LazyClients
     from fadamgc.methods import *  # noqa: F403  # all algorithms; algorithms(), make_algorithm, register
     from fadamgc.optim import ClientOptimizer
     from fadamgc.sim.checkpoint import load_run
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
         "CostModel",
         "FadamgcError",
         "InputError",
+        "LazyClients",
         "NonFiniteError",
         "OtherRunError",
         "Record",
@@ -86,6 +88,7 @@ _NAMES = {
     "federation.run": ("Record", "Run"),
     "federation.settings": ("Settings",),
     "hook": ("Correction",),
+    "lazy_clients": ("LazyClients",),
     "optim": ("ClientOptimizer",),
     "sim.checkpoint": ("load_run",),
     "sim.engine": ("RoundEnd",),
@@ -95,7 +98,7 @@ _NAMES = {
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 _ALIASES = {name: f"algebra.{name}" for name in ("correction", "local", "server")}
-_MODULES = {module.name for module in iter_modules(__path__)}
+_MODULES = {module.name for module in iter_modules([os.path.dirname(__file__)])}
 
 
 def __getattr__(name: str) -> Any:

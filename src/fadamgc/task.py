@@ -9,11 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from fadamgc.errors import InputError, listed, nearest, not_accepted, reason, shown
 from fadamgc.flat import Flat
+from fadamgc.lazy_clients import LazyClients
 from fadamgc.random_numbers import reading_at
 from fadamgc.samples import Collate, Items, Pair, Rows, Samples, items_vary, read, share_tensors, tensor_rows
 from fadamgc.task_checks import check_shapes, check_task, in_memory
@@ -38,7 +40,8 @@ class Task:
         clients: one (inputs, targets) pair of tensors, or one torch Dataset, per client. Without ``lazy``,
             all items of a Dataset are read into memory here, ONCE: random augmentation in a Dataset would be
             the same in all rounds (a warning says so); give it as ``transform``. Clients that are Subsets of
-            one TensorDataset share its tensors, without a copy.
+            one TensorDataset share its tensors, without a copy. ``fadamgc.LazyClients`` makes the data of a
+            client when it takes part.
         test: the test data, a pair or a Dataset as well; None for no evaluation.
         metric: "accuracy", "loss", or a function ``metric(output, target)`` that returns a number, or a dict
             of named numbers, the first of which is the metric; ``fadamgc.metrics`` has some.
@@ -68,7 +71,7 @@ class Task:
 
     model: nn.Module
     loss: Loss
-    clients: Iterable[Data]
+    clients: Iterable[Data] | LazyClients
     test: Data | None = None
     metric: Metric = "accuracy"
     goal: Literal["max", "min"] | None = None
@@ -77,7 +80,7 @@ class Task:
     client_tests: Iterable[Data] | None = None
     lazy: bool = False
     collate: Collate | None = None
-    samples: list[Samples] = field(init=False)
+    samples: list[Samples] | LazyClients = field(init=False)
     """The clients' data."""
     test_samples: Samples | None = field(init=False)
     """The test data."""
@@ -104,25 +107,41 @@ class Task:
             raise not_accepted("lazy", self.lazy, "True or False")
         if self.collate is not None and not callable(self.collate):
             raise InputError(f"collate={shown(self.collate)} is not a function of a list of items")
+        Flat.of(self.model)
+        given = self._listed_clients()
+        samples = given if isinstance(given, LazyClients) else self._read_all(given, "client {}")
+        self.test_samples = None if self.test is None else self._read(self.test, "the test data")
+        tests = self._client_tests(len(samples))
+        owned = in_memory(
+            samples[:1] if isinstance(samples, LazyClients) else samples, tests, self.test_samples
+        )
+        check_shapes(owned)
+        self.samples = share_tensors(samples) if isinstance(samples, list) else samples
+        self.client_test_samples = None if tests is None else share_tensors(tests)
+        check_task(self, owned)
+        if isinstance(samples, list):
+            self._tell_what_was_read([*zip(given, samples, strict=True), (self.test, self.test_samples)])
+            self.clients = _without_copies(given, self.samples)
+        if self.client_test_samples is not None:
+            self.client_tests = _without_copies(listed(self.client_tests) or [], self.client_test_samples)
+
+    def _listed_clients(self) -> list[Any] | LazyClients:
+        if isinstance(self.clients, LazyClients):
+            if self.lazy or self.collate is not None:
+                raise InputError(
+                    "lazy and collate are for Datasets; LazyClients makes data on demand already"
+                )
+            return self.clients
         clients = None if isinstance(self.clients, (dict, str, Tensor)) else listed(self.clients)
         if clients is None:
             kind = type(self.clients).__name__
             raise InputError(f"clients of type {kind} are not accepted; give a list with one pair per client")
         if not clients:
             raise InputError("clients=[] is empty; give one pair of tensors per client")
-        Flat.of(self.model)
-        samples = [self._read(data, f"client {i}") for i, data in enumerate(clients)]
-        self.test_samples = None if self.test is None else self._read(self.test, "the test data")
-        tests = self._client_tests()
-        owned = in_memory(samples, tests, self.test_samples)
-        check_shapes(owned)
-        self.samples = share_tensors(samples)
-        self.client_test_samples = None if tests is None else share_tensors(tests)
-        check_task(self, owned)
-        self._tell_what_was_read([*zip(clients, samples, strict=True), (self.test, self.test_samples)])
-        self.clients = _without_copies(clients, self.samples)
-        if self.client_test_samples is not None:
-            self.client_tests = _without_copies(listed(self.client_tests) or [], self.client_test_samples)
+        return clients
+
+    def _read_all(self, data: Sequence[Any], owner: str) -> list[Samples]:
+        return [self._read(one, owner.format(i)) for i, one in enumerate(data)]
 
     def _read(self, data: Any, owner: str) -> Samples:
         return read(data, owner, self.lazy, self.collate)
@@ -193,10 +212,21 @@ class Task:
         return cls(model, loss, pairs, test_pair, **options)
 
     def __repr__(self) -> str:
-        samples = sum(map(len, self.samples))
-        lazy = ", lazy" if isinstance(self.samples[0], Items) else ""
+        how = ", made on demand" if isinstance(self.samples, LazyClients) else ""
+        how = ", lazy" if not how and isinstance(self.samples[0], Items) else how
         model = type(self.model).__name__
-        return f"Task({self.name!r}, model={model}, clients={self.n}, samples={samples}{lazy})"
+        return f"Task({self.name!r}, model={model}, clients={self.n}, samples={self.sizes.sum()}{how})"
+
+    def in_memory(self) -> list[Samples]:
+        """Return the clients' data, unless it is made on demand."""
+        return [] if isinstance(self.samples, LazyClients) else self.samples
+
+    @property
+    def sizes(self) -> NDArray[np.int64]:
+        """The number of samples of each client."""
+        if isinstance(self.samples, LazyClients):
+            return self.samples.sizes
+        return np.array([len(data) for data in self.samples])
 
     @property
     def pairs(self) -> list[tuple[Any, Any]]:
@@ -217,19 +247,18 @@ class Task:
         """Whether a value of the metric is at least as good as a target."""
         return value <= target if self.goal == "min" else value >= target
 
-    def _client_tests(self) -> list[Samples] | None:
+    def _client_tests(self, n: int) -> list[Samples] | None:
         if self.client_tests is None:
             return None
         tests = None if isinstance(self.client_tests, (dict, str, Tensor)) else listed(self.client_tests)
-        n = len(listed(self.clients) or [])
         if tests is None or len(tests) != n:
             got = shown(self.client_tests) if tests is None else f"{len(tests)} entries"
             raise InputError(f"client_tests has {got}; give one pair for each of {n} clients")
-        return [self._read(data, f"the test data of client {i}") for i, data in enumerate(tests)]
+        return self._read_all(tests, "the test data of client {}")
 
     def sample(self) -> tuple[Any, Any]:
         """Return a batch of two samples (or one) of the largest client."""
-        data = max(self.samples, key=len)
+        data = self.samples[int(self.sizes.argmax())]
         try:
             with reading_at(0):
                 return data.batch(np.arange(min(2, len(data))))

@@ -222,8 +222,8 @@ def _check_importable(task: Any, methods: Any, workers: int) -> None:
 def _digest(task: Task) -> str:
     """Return a name for the task's data and model, so that the runs of another one are not taken for its."""
     sha = hashlib.sha256(repr(task.model).encode())
-    if any(isinstance(data, Items) for data in task.samples):  # of data that is read per batch, two samples
-        sha.update(repr([*map(len, task.samples)]).encode())
+    if not task.in_memory() or any(isinstance(data, Items) for data in task.in_memory()):  # two samples of it
+        sha.update(repr(task.sizes.tolist()).encode())
         tensors = leaves(task.sample())
     else:
         tensors = [t for pair in (*task.pairs, task.test_pair or ()) for t in pair]

@@ -11,9 +11,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fadamgc.lazy_clients import LazyClients
 from fadamgc.random_numbers import readers_seeded
 from fadamgc.runtime import seeded
-from fadamgc.samples import Items, Rows, Samples, cast, map_tensors
+from fadamgc.samples import Items, Rows, Samples, cast, joined, map_tensors
+
+SOME = 16  # clients whose data stands for that of all, where data is made on demand
 
 
 class ClientData(NamedTuple):
@@ -57,34 +60,50 @@ class ClientData(NamedTuple):
 class ClientTable:
     """The samples of all clients; ``size`` has the number of samples of each.
 
-    Samples in memory are on the device, as rows of tensors that all clients share.
+    Samples in memory are on the device, as rows of tensors that all clients share, unless they are made on
+    demand.
     """
 
-    def __init__(self, clients: Sequence[Samples], dtype: torch.dtype, device: torch.device) -> None:
-        rows = [data for data in clients if isinstance(data, Rows)]
-        if len(rows) == len(clients):
-            inputs, targets = rows[0].inputs.to(device), rows[0].targets.to(device)
-            clients = [Rows(inputs, targets, data.index) for data in rows]
-        self.clients = [ClientData(data, dtype, device) for data in clients]
-        self.size: NDArray[Any] = np.array([len(data) for data in clients], dtype=np.int64)
+    def __init__(
+        self, clients: Sequence[Samples] | LazyClients, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.dtype, self.device = dtype, device
+        self.on_demand = isinstance(clients, LazyClients)
+        if isinstance(clients, LazyClients):
+            self.size: NDArray[Any] = clients.sizes
+            self.is_read_per_batch = isinstance(clients[0], Items)
+        else:
+            rows = [data for data in clients if isinstance(data, Rows)]
+            if len(rows) == len(clients):
+                inputs, targets = rows[0].inputs.to(device), rows[0].targets.to(device)
+                clients = [Rows(inputs, targets, data.index) for data in rows]
+            self.size = np.array([len(data) for data in clients], dtype=np.int64)
+            # Whether samples of some client are items of a Dataset, and not in memory.
+            self.is_read_per_batch = any(isinstance(data, Items) for data in clients)
+        self._clients = clients
 
     def __len__(self) -> int:
         return len(self.size)
 
     def __getitem__(self, client: int) -> ClientData:
-        return self.clients[client]
+        data = self._clients[client]
+        if self.on_demand and isinstance(data, Rows):
+            data = data.to(self.device)
+        return ClientData(data, self.dtype, self.device)
 
-    @property
-    def is_read_per_batch(self) -> bool:
-        """Whether samples of some client are items of a Dataset, and not in memory."""
-        return any(data.is_read_per_batch for data in self.clients)
+    def __iter__(self) -> Iterator[ClientData]:
+        return (self[i] for i in range(len(self)))
 
     def together(self) -> ClientData:
-        """Return the samples of all clients, one client after the other, if they are in memory."""
-        first, index = self.clients[0], [data.samples.index for data in self.clients]
-        assert isinstance(first.samples, Rows)
-        rows = Rows(first.samples.inputs, first.samples.targets, np.concatenate(index))
-        return first._replace(samples=rows)
+        """Return the samples of all clients, one client after the other, if they are in memory.
+
+        If they are made on demand, only those of some clients.
+        """
+        some = np.linspace(0, len(self) - 1, min(SOME, len(self))).astype(int) if self.on_demand else None
+        clients = [
+            self[i].samples for i in (range(len(self)) if some is None else sorted(set(some.tolist())))
+        ]
+        return ClientData(joined(clients), self.dtype, self.device)
 
 
 def gather(clients: Sequence[ClientData], positions: NDArray[np.int64]) -> tuple[Tensor, Tensor]:

@@ -220,10 +220,8 @@ class TaskFunctions:
         models: Sequence[tuple[Tensor, Buffers]] | None,
     ) -> Iterator[tuple[Tensor, Any]]:
         """Yield outputs and targets, client by client."""
-        if clients.is_read_per_batch or models is not None:
-            for data, model in zip(
-                clients.clients, models or repeat((x, buffers)), strict=models is not None
-            ):
+        if clients.is_read_per_batch or clients.on_demand or models is not None:
+            for data, model in zip(clients, models or repeat((x, buffers)), strict=models is not None):
                 with data.draws_at(seed):
                     outputs = self._outputs(*model, data.chunks(CHUNK))
                 yield outputs

@@ -113,7 +113,7 @@ class PersonalModels:
     ) -> list[tuple[Tensor, Buffers]]:
         """Return each client's parameters and buffers after one local epoch of the algorithm."""
         jobs = []
-        for i, data in enumerate(self.clients.clients):
+        for i, data in enumerate(self.clients):
             state = state_of(i)
             round = self._round(server, state)
             round = round._replace(algorithm=ForItself(round.algorithm))

@@ -42,13 +42,13 @@ class TaskParts:
     def fingerprint(self) -> dict[str, str]:
         """Digests of data and model, loss and metric, by which a checkpoint recognises the task.
 
-        Of data that is read per batch, only the sizes and two samples count.
+        Of data that is read per batch or made on demand, only the sizes and two samples count.
         """
         f, clients, task = self.functions, self.clients, self.functions.task
         model = [f.x0, *f.buffers0.values(), *f.fixed.values()]
         layout = repr((f.flat, list(f.buffers0), list(f.fixed), f.module))
-        if clients.is_read_per_batch:
-            data, batch = _digest(leaves(f.sample), repr(clients.size.tolist())), f.sample
+        if clients.is_read_per_batch or clients.on_demand:
+            data, batch = _digest([*leaves(f.sample), torch.from_numpy(clients.size)]), f.sample
         else:
             everything = clients.together()
             data = _data_digest(everything, clients.size, f.test)

@@ -93,7 +93,7 @@ def _same_test(one: Task, other: Task) -> bool:
 def task_labels(spec: FunctionTask, seed: int) -> Labels | None:
     """Count the labels of a task's clients; None if its targets are no labels."""
     task = function_task(spec, seed, validation=0.0)
-    if not all(isinstance(data, Rows) for data in task.samples):
+    if not task.in_memory() or not all(isinstance(data, Rows) for data in task.in_memory()):
         return None
     targets = [y for _, y in task.pairs]
     if any(y.is_floating_point() or y.ndim > 1 for y in targets):
@@ -108,6 +108,11 @@ def task_labels(spec: FunctionTask, seed: int) -> Labels | None:
 
 def held_out(task: Task, share: float) -> Task:
     """Return the task with a share of each client's data as test data, instead of the test data."""
+    if not task.in_memory():
+        raise InputError(
+            "a share of data that is made on demand (LazyClients) cannot be held out; give the function the "
+            "argument 'validation'"
+        )
     random = np.random.default_rng(0)
     train: list[Samples] = []
     test: list[Samples] = []

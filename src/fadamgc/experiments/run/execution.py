@@ -100,7 +100,7 @@ class TaskCache:
             return self._tasks[key][0]
         with stage(f"loading {planned.task.data}, seed {planned.seed}"):
             task = build_task(planned.task, planned.seed, planned.validation)
-        data = tensors_of([*task.samples, task.test_samples])
+        data = tensors_of([*task.in_memory(), task.test_samples])
         size = _bytes(chain(task.model.parameters(), task.model.buffers(), data))
         while self._tasks and sum(s for _, s in self._tasks.values()) + size > self.limit:
             del self._tasks[next(iter(self._tasks))]
@@ -130,7 +130,7 @@ class SharedTasks:
                 continue
             with one_thread():
                 task = tasks.task(planned)
-            size += _bytes(tensors_of([*task.samples, task.test_samples]))
+            size += _bytes(tensors_of([*task.in_memory(), task.test_samples]))
             if size > tasks.limit:
                 return
             self.tasks[_key(planned)] = task
