@@ -86,9 +86,10 @@ def test_texts_and_labels_in_lists(labels):
     assert found.columns == ("text",)
 
 
-def test_pairs_in_lists():
-    data = [("a", "b"), ("c", "d")], torch.tensor([0, 1])
-    found = own_texts(data, None, None, None, None, None)
+@pytest.mark.parametrize("kind", [list, np.array, iter])
+def test_pairs_in_lists(kind):
+    data = kind([("a", "b"), ("c", "d")]), torch.tensor([0, 1])
+    found = own_texts(data, None, ("q", "a") if kind is iter else None, None, None, None)
     assert (found.train.first, found.train.second) == (["a", "c"], ["b", "d"])
     assert found.train.y.tolist() == [0, 1]
 

@@ -466,6 +466,13 @@ def test_a_run_with_custom_targets_predicts(saved_run):
     assert sum(predict(saved_run, "a lovely film " * 100).values()) == pytest.approx(1)
 
 
+def test_a_run_of_an_earlier_version_predicts(saved_run):
+    now = predict(saved_run, "a lovely film")
+    for file in ("fadamgc.json", "config.json"):
+        (saved_run / "adapter" / file).unlink()
+    assert predict(saved_run, "a lovely film") == now
+
+
 def test_an_adapter_is_saved_next_to_other_files(bases, reviews, tmp_path, monkeypatch):
     model = task(bases["bert"], reviews).model
     place = tmp_path / "place"

@@ -435,6 +435,8 @@ def test_known_sets_are_read(bases, folders, name):
     assert task.n == 4
     assert len(task.test_pair[1]) == 20
     assert task.name == name
+    assert task.model.reading.labels == texts.label_names(name)
+    assert tasks.text(bases["bert"], name, clients=4, alpha=1.0, length=16, test=None).test_pair is None
 
 
 # Experiments.

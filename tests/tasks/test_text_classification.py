@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 import shutil
 
 import numpy as np
@@ -98,6 +100,13 @@ def test_names_are_in_the_config_of_transformers(bases, reviews):
     assert config.id2label == {0: "negative", 1: "positive"}
     assert config.label2id == {"negative": 0, "positive": 1}
     assert config.num_labels == 2
+
+
+def test_a_model_of_texts_can_be_pickled(bases):
+    model = task_of(bases, (TEXTS, NAMES)).model
+    again = pickle.loads(pickle.dumps(model))
+    assert again.predict(TEXTS) == model.predict(TEXTS)
+    assert copy.deepcopy(model).reading is model.reading
 
 
 # Predictions.

@@ -141,10 +141,10 @@ def _from_pair(
 
 def has_pairs(data: Any) -> bool:
     """Whether data are (texts, labels) in which the first text is a pair of texts."""
-    if not isinstance(data, (tuple, list)) or len(data) != 2 or isinstance(data[0], (Mapping, str)):
+    if not isinstance(data, (tuple, list)) or len(data) != 2 or not hasattr(data[0], "__len__"):
         return False
-    first = next(iter(listed(data[0]) or ()), None)
-    return isinstance(first, (tuple, list))
+    texts = _list(data[0]) or [None]
+    return isinstance(texts[0], (tuple, list))
 
 
 def _from_columns(place: str, names: Sequence[str], table: Any, columns: Sequence[str]) -> Rows:

@@ -108,8 +108,9 @@ def text(
 
 def _text_data(data: Any, test: Any, options: dict[str, Any]) -> TextData:
     """Return the texts to train on and to test on."""
+    is_auto = isinstance(test, str) and test == AUTO
     if isinstance(data, (str, Path)) and str(data) in SOURCES:
-        for field, option in {"test": None if test in (AUTO, None) else test, **options}.items():
+        for field, option in {"test": None if is_auto else test, **options}.items():
             if option is not None:
                 raise InputError(f"{field}={shown(option)} is for your own data, not for {data}")
         return known_texts(str(data), with_test=test is not None)
@@ -119,7 +120,7 @@ def _text_data(data: Any, test: Any, options: dict[str, Any]) -> TextData:
             f"data={str(data)!r} is not known{nearest(str(data), names)}; "
             f"give a {', '.join(SUFFIXES)} file or one of {', '.join(names)}"
         )
-    return own_texts(data, SHARE if isinstance(test, str) and test == AUTO else test, **options)
+    return own_texts(data, SHARE if is_auto else test, **options)
 
 
 def encode_for_model(
