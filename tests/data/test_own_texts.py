@@ -190,6 +190,7 @@ def without(name):
         (COLUMNS | {"label": 3}, {}, "'label' is not a list"),
         (pd.DataFrame(ROWS), {"label": "labels"}, "no column 'labels'; it has text, other, label, user; did"),
         (pd.DataFrame(ROWS, columns=["text", "label"]).iloc[:0], {}, "there are no rows in it"),
+        (ROWS, {"label": "text"}, "label='text' is a column of texts, too; give the name of the column of"),
         (3, {}, "data of type int is not accepted; give a .csv, .parquet, .jsonl or .json file, a pair"),
         (ROWS, {"test": 1.5}, "test=1.5 is not accepted; it must be a share > 0 and < 1, test data, or None"),
         (ROWS, {"test": 0}, "test=0 is not accepted"),

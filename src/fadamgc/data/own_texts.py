@@ -55,6 +55,8 @@ def read(
     if len(columns) not in (1, 2):
         raise not_accepted("columns", list(columns), "one column of texts, or two")
     columns = tuple(columns)
+    if label in columns:
+        raise InputError(f"label={label!r} is a column of texts, too; give the name of the column of labels")
     wanted = tuple(dict.fromkeys((*columns, label, *(() if client is None else (client,)))))
     place, names, as_text = field, None, False
     if isinstance(data, (str, Path)):
