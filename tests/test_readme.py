@@ -93,15 +93,27 @@ def test_the_example_of_a_flower_app_makes_apps():
     assert {type(names["client"]).__name__, type(names["server"]).__name__} == {"ClientApp", "ServerApp"}
 
 
-def test_the_example_of_a_text_task_runs(tmp_path, monkeypatch):
+def test_the_examples_of_text_tasks_run(tmp_path, monkeypatch, capsys):
     pytest.importorskip("peft")
-    block, _ = re.findall(r"```python\n(.*?)```", (ROOT / "docs/text.md").read_text(), re.DOTALL)
+    from fadamgc.models.pretrained import base_folder, quiet
+
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/text.md").read_text(), re.DOTALL)
+    assert len(blocks) == 3
     monkeypatch.chdir(tmp_path)
-    rows = [f"{('good', 'bad')[i % 2]} film {i},{i % 2}" for i in range(60)]
+    rows = [f"{('good', 'bad')[i % 2]} film {i},{('positive', 'negative')[i % 2]}" for i in range(60)]
     Path("reviews.csv").write_text("\n".join(["review,sentiment", *rows]) + "\n")
-    short = block.replace("rounds=30", "rounds=1").replace("sampled=5", "sampled=1")
-    exec(compile(short, "text.md", "exec"), {})
-    assert Path("adapter", "adapter_config.json").exists()
+    names: dict[str, object] = {}
+    for block in blocks:
+        short = block.replace("rounds=30", "rounds=1").replace("sampled=5", "sampled=1")
+        short = short.replace("FOLDER OF THE BASE MODEL", base_folder("minilm"))
+        with quiet():
+            exec(compile(short, "text.md", "exec"), names)
+        if "run" in names and "reviews" not in names:
+            accuracy, labels = capsys.readouterr().out.splitlines()[-2:]
+            assert 0 <= float(accuracy) <= 1
+            assert set(json.loads(labels.replace("'", '"'))) <= {"positive", "negative"}
+    assert [len(data) for data in names["task"].samples] == [8, 8]
+    assert names["model"].config.id2label == {0: "negative", 1: "positive"}
 
 
 def test_the_table_of_algorithms_shows_what_clients_send():

@@ -134,6 +134,11 @@ def listed(values: Any) -> list[Any] | None:
         return None
 
 
+def is_unicode(text: str) -> bool:
+    """Whether a text can be written as UTF-8: it has no half of a surrogate pair."""
+    return text.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in text)
+
+
 class _Shown(reprlib.Repr):
     def __init__(self) -> None:
         super().__init__()

@@ -89,3 +89,10 @@ def named_leaves(state: Any, prefix: str = "") -> dict[str, Tensor]:
 def from_names(like: StateT, tensors: Mapping[str, Tensor], prefix: str = "") -> StateT:
     """Return a state with the fields of ``like``, from tensors by name; the inverse of ``named_leaves``."""
     return rebuild(like, [tensors[name] for name in names(like, prefix)])
+
+
+def other_types(state: Any, like: Any) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield the leaves of a state whose type or shape is not that of the same leaf of another state."""
+    for name, tensor, expected in zip(names(like), leaves(state), leaves(like), strict=True):
+        if (tensor.dtype, tensor.shape) != (expected.dtype, expected.shape):
+            yield name, tensor, expected

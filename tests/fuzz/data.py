@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import random
 import shutil
@@ -26,6 +27,9 @@ def prepare(shared: Path) -> None:
     sets.texts(shared / "data", "glue/sst2", train=20, test=10)
     sets.texts(shared / "data", "20_newsgroups", train=40, test=20)
     tiny.csv(shared / "texts.csv", 20)
+    lines = (shared / "texts.csv").read_text().splitlines()[1:]
+    objects = [dict(zip(("text", "other", "label"), line.split(","), strict=True)) for line in lines]
+    (shared / "texts.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in objects))
     sets.write_rows(
         shared / "texts.parquet", text=["good film", "bad plot"] * 5, other=["a"] * 10, label=[0, 1] * 5
     )
@@ -179,28 +183,32 @@ def odd_npz(r: random.Random, path: Path) -> None:
 
 
 def case(r: random.Random, shared: Path, folder: Path) -> str:
-    from fadamgc.data import har, images, texts
+    from fadamgc.data import har, images, own_texts, texts
     from fadamgc.data.check import check
     from fadamgc.data.sources import source
 
     os.environ["FADAMGC_CACHE"] = str(folder / "cache")
-    name = r.choice(("cifar10", "uci_har", "glue/sst2", "20_newsgroups", "csv", "parquet"))
-    if name in ("csv", "parquet"):
+    name = r.choice(("cifar10", "uci_har", "glue/sst2", "20_newsgroups", "csv", "parquet", "jsonl"))
+    if name in ("csv", "parquet", "jsonl"):
         path = folder / f"texts.{name}"
         shutil.copy(shared / f"texts.{name}", path)
     else:
         shutil.copytree(shared / "data" / name, folder / "data" / name)
         path = r.choice(sorted((folder / "data" / name).iterdir()))
-    made = {"csv": odd_csv, "uci_har": odd_npz, "cifar10": odd_images}.get(name, odd_parquet)
+    made = {"csv": odd_csv, "jsonl": odd_csv, "uci_har": odd_npz, "cifar10": odd_images}.get(
+        name, odd_parquet
+    )
     if r.random() < 0.5:
         made(r, path)
     elif r.random() < 0.1:
         path.rename(path.with_name(r.choice(("train-00000-of-00002.parquet", "train-1-of-x.parquet", "x"))))
     else:
         path.write_bytes(damage_bytes(r, path.read_bytes()))
-    if name in ("csv", "parquet"):
+    if name in ("csv", "parquet", "jsonl"):
         columns = r.choice((["text"], ["text", "other"], ["nothing"], [], ["text"] * 2))
-        texts.read(path if path.exists() else folder, columns, r.choice(("label", "text", "nothing")))
+        names = ("label", "text", "nothing")
+        client = r.choice((None, *names))
+        own_texts.read(path if path.exists() else folder, columns, r.choice(names), client)
         return "accepted"
     root = folder / "data"
     split = r.choice(("train", "test"))

@@ -14,7 +14,7 @@ import sets
 import tiny
 from fadamgc import runtime
 from fadamgc.cli.main import app
-from fadamgc.data import texts
+from fadamgc.data import own_texts
 from fadamgc.errors import InputError
 from fadamgc.experiments.predict import predict
 from fadamgc.experiments.run.runner import run_spec
@@ -47,7 +47,9 @@ def copied(bases, tmp_path):
 
 
 def task(base, data, **options):
-    return fadamgc.tasks.text(base, data, **{"clients": 1, "alpha": None, "length": 16} | options)
+    return fadamgc.tasks.text(
+        base, data, **{"clients": 1, "alpha": None, "length": 16, "test": None} | options
+    )
 
 
 def refused(message, base, data, **options):
@@ -132,7 +134,7 @@ def test_a_missing_pooling_layer_is_trained_and_saved(copied, reviews, tmp_path)
     run.model.save_adapter(tmp_path / "adapter")
     trained = {name for name, p in run.model.named_parameters() if p.requires_grad}
     assert any("pooler" in name for name in trained)
-    tokens = text_task.clients[0][0]
+    tokens = text_task.pairs[0][0]
     with torch.no_grad():
         expected = run.model.eval()(tokens)
         for _ in range(2):
@@ -225,7 +227,7 @@ def test_a_head_is_trained_and_saved_whatever_its_name(bases, reviews, tmp_path,
     base = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=2)
     base.config.pad_token_id = 0
     alone = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapter")).eval()
-    tokens = text_task.clients[0][0]
+    tokens = text_task.pairs[0][0]
     with torch.no_grad():
         expected = run.model.eval()(tokens)
         torch.testing.assert_close(TextClassifier(alone, 0)(tokens), expected)
@@ -243,7 +245,7 @@ def test_the_head_is_trained_and_saved_without_task_type(bases, reviews, tmp_pat
     )
     run.model.save_adapter(tmp_path / "adapter")
     base = load_adapter(bases["bert"], 2, tmp_path / "adapter")
-    tokens = text_task.clients[0][0]
+    tokens = text_task.pairs[0][0]
     with torch.no_grad():
         torch.testing.assert_close(TextClassifier(base.net, 0).eval()(tokens), run.model.eval()(tokens))
 
@@ -322,7 +324,7 @@ def test_length_must_allow_one_token_per_text(bases, tmp_path):
         length=4,
     )
     refused("length=2 is not accepted; it must be a whole number >= 3", bases["bert"], path, length=2)
-    assert task(bases["bert"], path, columns=columns, length=5).clients[0][0].shape[2] == 5
+    assert task(bases["bert"], path, columns=columns, length=5).pairs[0][0].shape[2] == 5
 
 
 def test_a_line_break_separates_the_texts_of_a_pair_for_a_decoder(bases):
@@ -344,10 +346,7 @@ def test_lower_layers_that_do_not_fit_into_memory_are_refused(bases, reviews, mo
 @pytest.mark.parametrize(
     ("content", "options", "message"),
     [
-        (b"text,label\ngood,0\nbad,2\n", {}, "the labels go up to 2, but no row has label=1"),
-        (b"text,label\ngood,1\nbad,2\n", {}, "the labels go up to 2, but no row has label=0"),
-        (b"text,label\ngood,0\nbad,0\n", {}, "the labels go up to 0, but no row has label=1"),
-        (b"text,label\ngood,0\nbad,100000000000\n", {}, "row 1 has label=100000000000; labels are whole"),
+        (b"text,label\ngood,0\nbad,0\n", {}, "all rows have label=0; there must be at least two labels"),
         (b"text,label\ngood,0\nbad,2\n", {"classes": 2}, "row 1 has label=2; there are 2 classes"),
         (b"text,label\ngood,0\nbad,1\n", {"classes": 1}, "classes=1 is not accepted"),
         (b"text,label\ngood,0\nna\xefve,1\n", {}, "invalid UTF8 data; save it as UTF-8"),
@@ -396,9 +395,9 @@ def test_bytes_that_are_not_text_are_refused(bases, tmp_path):
 def test_texts_may_look_like_anything(bases, tmp_path):
     path = tmp_path / "REVIEWS.CSV"
     path.write_text("text,label\n3,0\n2020-01-01,1\ntrue,0\nNA,2\n" + f'"{"long " * 500_000}",1\n')
-    found = texts.read(path, ("text",), "label")
+    found = own_texts.read(path, ("text",), "label")
     assert found.first[:4] == ["3", "2020-01-01", "true", "NA"]
-    assert found.y.tolist() == [0, 1, 0, 2, 1]
+    assert found.labels == [0, 1, 0, 2, 1]
 
 
 def test_classes_that_are_not_in_the_train_data(bases, reviews):
@@ -407,20 +406,21 @@ def test_classes_that_are_not_in_the_train_data(bases, reviews):
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("test", "x.csv"), ("columns", "text"), ("label", "y"), ("classes", 3)]
+    ("field", "value"),
+    [("test", "x.csv"), ("columns", "text"), ("label", "y"), ("classes", 3), ("client", "user")],
 )
 def test_known_data_sets_have_their_own_settings(bases, field, value):
     refused(
-        f"{field}={value!r} is for your own files; glue/sst2 has its own",
+        f"{field}={value!r} is for your own data, not for glue/sst2",
         bases["bert"],
         "glue/sst2",
         **{field: value},
     )
 
 
-@pytest.mark.parametrize("field", ["base", "data"])
-def test_paths_must_be_strings_or_paths(bases, reviews, field):
-    refused(f"{field}=3 is not accepted", *(3, reviews) if field == "base" else (bases["bert"], 3))
+def test_base_and_data_of_other_types_are_refused(bases, reviews):
+    refused("base=3 is not accepted", 3, reviews)
+    refused("data of type int is not accepted; give a .csv", bases["bert"], 3)
 
 
 # Saved runs.
@@ -464,6 +464,13 @@ def saved_run(bases, tmp_path, monkeypatch):
 def test_a_run_with_custom_targets_predicts(saved_run):
     assert sum(predict(saved_run, "a lovely film").values()) == pytest.approx(1)
     assert sum(predict(saved_run, "a lovely film " * 100).values()) == pytest.approx(1)
+
+
+def test_a_run_of_an_earlier_version_predicts(saved_run):
+    now = predict(saved_run, "a lovely film")
+    for file in ("fadamgc.json", "config.json"):
+        (saved_run / "adapter" / file).unlink()
+    assert predict(saved_run, "a lovely film") == now
 
 
 def test_an_adapter_is_saved_next_to_other_files(bases, reviews, tmp_path, monkeypatch):

@@ -14,9 +14,9 @@ import fadamgc
 import sets
 import tiny
 from fadamgc.cli.main import app
-from fadamgc.data import texts
+from fadamgc.data import own_texts, texts
 from fadamgc.errors import InputError
-from fadamgc.experiments.predict import labels_of, predict
+from fadamgc.experiments.predict import predict
 from fadamgc.experiments.report.numbers import read_results
 from fadamgc.experiments.run.runner import run_spec
 from fadamgc.experiments.spec.toml_io import parse_spec
@@ -224,13 +224,13 @@ def test_computing_without_padding_changes_nothing(bases, monkeypatch, kind, len
 def test_layers_computed_beforehand_change_nothing(bases, data, kind, upper):
     base = load_base(bases[kind], 2, seed=0, upper_layers=upper)
     randomise(base.net)
-    found = texts.read(data, ("text",), "label")
+    found = own_texts.read(data, ("text",), "label")
     tokens = encode(base.tokenizer, found.first, None, 16)
     model = TextClassifier(base.net, base.tokenizer.pad_token_id)
     first = len(model.parts.layers) - upper
     hidden = models.lower_outputs(model, first, tokens)
     short = models.without_lower_layers(model, first)
-    y = torch.from_numpy(found.y)
+    y = torch.tensor(found.labels)
     for batch in (slice(0, 7), slice(7, 60)):
         losses = [cross_entropy(m(x[batch]), y[batch]) for m, x in ((model, tokens), (short, hidden))]
         torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
@@ -374,10 +374,10 @@ def test_custom_texts_are_read_from_parquet_as_from_csv(tmp_path, data):
 
     pyarrow.parquet.write_table(pyarrow.csv.read_csv(data), tmp_path / "reviews.parquet")
     for columns in (("text",), ("text", "other")):
-        one, two = (texts.read(p, columns, "label") for p in (data, tmp_path / "reviews.parquet"))
+        one, two = (own_texts.read(p, columns, "label") for p in (data, tmp_path / "reviews.parquet"))
         assert one.first == two.first
         assert one.second == two.second
-        assert one.y.tolist() == two.y.tolist()
+        assert one.labels == two.labels
     assert one.first == tiny.sentences(60)[0]
 
 
@@ -386,8 +386,8 @@ def test_custom_texts_are_read_from_parquet_as_from_csv(tmp_path, data):
     [
         ("text,label\ngood,1\n", {"columns": ("review",)}, "there is no column 'review'; it has text, label"),
         ("text,label\ngood,1\n  ,0\n", {}, "row 1 has an empty text in 'text'"),
-        ("text,label\ngood,1\nbad,-1\n", {}, "row 1 has label=-1; labels are whole numbers from 0"),
-        ("text,label\ngood,yes\n", {}, "row 0 has label='yes'"),
+        ("text,label\ngood,1\nbad,\n", {}, "row 1 has label=''; it must be a text or a whole number"),
+        ("text,label\ngood,yes\n", {}, "all rows have label='yes'; there must be at least two labels"),
         ("text,label\ngood,0\nbad,1\n", {"length": 1}, "length=1 is not accepted"),
         (
             "text,label\ngood,0\nbad,1\n",
@@ -408,7 +408,9 @@ def test_bad_texts_are_refused(bases, tmp_path, monkeypatch, content, options, m
     if content is not None:
         path.write_text(content)
     with pytest.raises(InputError, match=message):
-        tasks.text(**({"base": bases["bert"], "data": path, "clients": 1, "alpha": None} | options))
+        tasks.text(
+            **({"base": bases["bert"], "data": path, "clients": 1, "alpha": None, "test": None} | options)
+        )
 
 
 def test_targets_that_match_nothing_are_refused(bases, data):
@@ -433,6 +435,8 @@ def test_known_sets_are_read(bases, folders, name):
     assert task.n == 4
     assert len(task.test_pair[1]) == 20
     assert task.name == name
+    assert task.model.reading.labels == texts.label_names(name)
+    assert tasks.text(bases["bert"], name, clients=4, alpha=1.0, length=16, test=None).test_pair is None
 
 
 # Experiments.
@@ -526,7 +530,7 @@ def test_a_run_saves_an_adapter_that_peft_can_read(bases, folders, tmp_path, kin
     assert "positive" in shown.output
     for words, why in (
         ([str(folder), " "], "the text is empty"),
-        ([str(folder), "one", "two"], "glue/sst2 has sentence; give 1 text"),
+        ([str(folder), "one", "two"], "the model classifies sentence: give one text"),
         ([str(tmp_path / "out"), "one"], f"not a run on texts: there is no adapter in it; it has {folder}"),
         ([f"{folder}0", "one"], f"there is no such folder; did you mean '{folder}'?"),
     ):
@@ -536,10 +540,10 @@ def test_a_run_saves_an_adapter_that_peft_can_read(bases, folders, tmp_path, kin
 
 
 def test_labels_have_names(folders):
-    assert labels_of("20_newsgroups") == tuple(map(str, range(20)))
+    assert texts.label_names("20_newsgroups") == tuple(map(str, range(20)))
     folders.joinpath("20_newsgroups").mkdir(parents=True)
     folders.joinpath("20_newsgroups", "labels.json").write_text(json.dumps([f"group {i}" for i in range(20)]))
-    assert labels_of("20_newsgroups")[3] == "group 3"
+    assert texts.label_names("20_newsgroups")[3] == "group 3"
 
 
 @pytest.mark.parametrize(

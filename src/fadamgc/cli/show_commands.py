@@ -137,16 +137,17 @@ def export(
 
 @app.command()
 def predict(
-    run: Annotated[Path, argument("A run on texts: OUT/runs/NAME.")],
+    run: Annotated[Path, argument("A run on texts, OUT/runs/NAME; or a folder of save_adapter.")],
     text: Annotated[str, argument("The text to classify.")],
     second: Annotated[str | None, argument("The other text, if the data are pairs.")] = None,
     base: Annotated[str | None, option("Folder of the base model.", default="as in the run")] = None,
 ) -> None:
-    """Classify a text with the result of a run: the most likely labels and their probabilities.
+    """Classify a text with the result of a run, or saved adapters: likely labels and their probabilities.
 
     Examples:
 
     - `fadamgc predict out/main-sst2-laptop/runs/fadamgc-seed0 "a film that never ends"`
+    - `fadamgc predict adapter "a film that never ends"`
     """
     from rich.table import Table
     from rich.text import Text

@@ -30,7 +30,7 @@ def split(
         share = finite("test", test, 0, exclusive=True)
         if share >= 1:
             raise not_accepted("test", test, "a share with 0 < share < 1, or a pair of data")
-        rows, held_out = _hold_out(targets, owner, share, seed)
+        rows, held_out = hold_out(targets, owner, share, seed)
         test_pair = inputs[held_out], targets[held_out]
     else:
         pair = listed(test)
@@ -72,8 +72,12 @@ def _owner(clients: Any, samples: int) -> Any:
     return owner
 
 
-def _hold_out(targets: Tensor, owner: Any, share: float, seed: int) -> tuple[Any, Any]:
-    """Hold out a share of each client's samples if they are known, else of each label, else of all."""
+def hold_out(targets: Tensor, owner: Any, share: float, seed: int) -> tuple[Any, Any]:
+    """Hold out a share of each client's samples if they are known, else of each label, else of all.
+
+    Where that is less than one sample of every client (or label), samples of all are drawn together; one of
+    each stays.
+    """
     random = np.random.default_rng((STREAM, seed))
     kinds: Any = np.zeros(len(targets))
     if owner is not None:
@@ -85,5 +89,12 @@ def _hold_out(targets: Tensor, owner: Any, share: float, seed: int) -> tuple[Any
         rows = random.permutation(np.flatnonzero(kinds == kind))
         is_test[rows[: min(round(share * len(rows)), len(rows) - 1)]] = True
     if not is_test.any():
-        raise InputError(f"test={share} is no sample; there are too few samples")
+        order = random.permutation(len(targets))
+        _, stays = np.unique(kinds[order], return_index=True)
+        is_test[np.delete(order, stays)[: max(1, round(share * len(targets)))]] = True
+    if not is_test.any():
+        raise InputError(
+            f"test={share} is no sample: there is one sample per client or label; give more samples, or test "
+            "data"
+        )
     return np.flatnonzero(~is_test), np.flatnonzero(is_test)

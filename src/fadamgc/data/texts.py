@@ -1,23 +1,26 @@
-"""Texts and their labels: from known data sets, and from your own parquet or CSV files."""
+"""Texts and their labels, of known data sets."""
 
 from __future__ import annotations
 
+import json
 import logging
-import os
 import re
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from fadamgc.data.sources import files_of_kind
-from fadamgc.data.tables import Rows, read_csv, read_parquet
-from fadamgc.errors import InputError, not_accepted
+from fadamgc.data.sources import data_root, files_of_kind, source
+from fadamgc.data.tables import Rows, read_parquet
 
 log = logging.getLogger("fadamgc")
 
+NAMES = {
+    "glue/sst2": ("negative", "positive"),
+    "glue/qnli": ("entailment", "not entailment"),
+    "glue/qqp": ("not duplicate", "duplicate"),
+}
 HEADER = re.compile(r"[A-Za-z][\w-]*: ")  # how a post with headers begins
 
 
@@ -27,11 +30,13 @@ class Texts(NamedTuple):
     first: list[str]
     second: list[str] | None
     y: npt.NDArray[np.int64]
+    owner: npt.NDArray[Any] | None = None  # whose text each row is, if the data say so
 
     def rows(self, numbers: npt.NDArray[np.int64]) -> Texts:
         """Return the texts and labels of some rows."""
         second = None if self.second is None else [self.second[i] for i in numbers]
-        return Texts([self.first[i] for i in numbers], second, self.y[numbers])
+        owner = None if self.owner is None else self.owner[numbers]
+        return Texts([self.first[i] for i in numbers], second, self.y[numbers], owner)
 
 
 def load(name: str, split: str) -> Texts:
@@ -40,45 +45,34 @@ def load(name: str, split: str) -> Texts:
     From newsgroup posts, headers, footers and quoted text are removed because they reveal the label; posts
     that are empty afterwards are dropped.
     """
-    source, files = files_of_kind(name, "texts", split)
-    rows = read_parquet(files, (*source.inputs, source.label))
+    known, files = files_of_kind(name, "texts", split)
+    rows = list(read_parquet(files, (*known.inputs, known.label)))
     newsgroups = name == "20_newsgroups"  # on the hub, some posts are empty
-    texts = _collect(rows, source.inputs, source.label, source.classes, allow_empty=newsgroups)
+    parts = collect(rows, known.inputs, allow_empty=newsgroups)
+    y = np.concatenate([part.labels(known.label, known.classes) for part in rows])
+    texts = Texts(parts[0], parts[1] if len(parts) > 1 else None, y)
     return without_headers(texts) if newsgroups else texts
 
 
-def read(path: str | Path, columns: Sequence[str], label: str, field: str = "data") -> Texts:
-    """Read texts from your own .parquet or .csv file; ``field`` is the name of the path in messages.
-
-    ``columns`` are the names of the column of texts, or of two columns for pairs of texts. The labels are
-    whole numbers from 0.
-    """
-    file = Path(os.path.expanduser(path))
-    if len(columns) not in (1, 2):
-        raise not_accepted("columns", list(columns), "one column of texts, or two")
-    if not file.is_file():
-        raise InputError(f"{field}={str(path)!r} {'is not a file' if file.exists() else 'does not exist'}")
-    match file.suffix.lower():
-        case ".parquet":
-            rows = read_parquet([file], (*columns, label))
-        case ".csv":
-            rows = read_csv(file, columns, label)
-        case _:
-            raise InputError(f"{field}={str(path)!r} is neither a .parquet nor a .csv file")
-    return _collect(rows, columns, label, classes=None, allow_empty=False)
+def label_names(name: str) -> tuple[str, ...]:
+    """Return the names of a known data set's labels; their numbers where names are not known."""
+    classes = source(name).classes
+    if name in NAMES:
+        return NAMES[name]
+    try:
+        names = json.loads((data_root() / name / "labels.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        names = []
+    return tuple(map(str, names)) if len(names) == classes else tuple(map(str, range(classes)))
 
 
-def _collect(
-    batches: Iterator[Rows], columns: Sequence[str], label: str, classes: int | None, allow_empty: bool
-) -> Texts:
-    """Return the texts of all rows."""
+def collect(batches: Iterable[Rows], columns: Sequence[str], allow_empty: bool = False) -> list[list[str]]:
+    """Return the texts of all rows, one list per column."""
     parts: list[list[str]] = [[] for _ in columns]
-    labels: list[npt.NDArray[np.int64]] = []
     for rows in batches:
-        labels.append(rows.labels(label, classes))
         for column, part in zip(columns, parts, strict=True):
             part += rows.texts(column, allow_empty)
-    return Texts(parts[0], parts[1] if len(parts) > 1 else None, np.concatenate(labels))
+    return parts
 
 
 def without_headers(texts: Texts) -> Texts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -26,13 +26,13 @@ from fadamgc.federation.client_states import ClientStates
 from fadamgc.federation.cost import WORK_COLUMNS, CostModel, Work
 from fadamgc.federation.functions import Buffers, TaskFunctions
 from fadamgc.federation.local_parameters import UNKNOWN, PartlyLocal, layout_of
-from fadamgc.federation.trained import Best, export_module, module_at
+from fadamgc.federation.trained import Best, export_module, module_at, predicted_labels
 from fadamgc.hyperparameters import with_schedules
 from fadamgc.loading import untrusted
 from fadamgc.methods import algorithms, make_algorithm
 from fadamgc.schedules import first_number
 from fadamgc.task import Task
-from fadamgc.tree import from_names, leaves, named_leaves, names
+from fadamgc.tree import from_names, leaves, named_leaves, other_types
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -210,6 +210,10 @@ class Run:
             self.x, self.buffers, table, self.settings["seed"], len(self.history), models
         )
 
+    def predict(self, texts: Sequence[str | tuple[str, str]]) -> list[str | int]:
+        """Return the label of each text (or pair of texts), by name if it has one; for tasks of texts."""
+        return predicted_labels(self.model, texts)
+
     def export(self, path: str | Path, which: Literal["last", "best"] = "last") -> Path:
         """Write the trained model as a state_dict: ``.safetensors``, or ``.pt`` for ``torch.load``.
 
@@ -369,13 +373,6 @@ def unpack_clients(body: Mapping[str, Any], initial: Any, tensors: Mapping[str, 
                 f"{tuple(like.shape)}"
             )
     return ClientStates(body["n"], initial, states)
-
-
-def other_types(state: Any, like: Any) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield the leaves of a state whose type or shape is not that of the same leaf of another state."""
-    for name, tensor, expected in zip(names(like), leaves(state), leaves(like), strict=True):
-        if (tensor.dtype, tensor.shape) != (expected.dtype, expected.shape):
-            yield name, tensor, expected
 
 
 def find_algorithm(folder: Path, body: Mapping[str, Any]) -> AnyAlgorithm | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 from safetensors.torch import save_model
 from torch import Tensor, nn
 
-from fadamgc.errors import not_accepted
+from fadamgc.errors import InputError, not_accepted
 from fadamgc.federation.functions import Buffers
 from fadamgc.files import write_atomic
 from fadamgc.flat import Flat
@@ -34,6 +35,18 @@ def module_at(task: Task, x: Tensor, buffers: Buffers) -> nn.Module:
     module = copy.deepcopy(task.model)
     Flat.of(module).load(module, x, buffers)
     return module
+
+
+def predicted_labels(module: nn.Module, texts: Sequence[str | tuple[str, str]]) -> list[str | int]:
+    """Return the labels of texts; only a module that classifies texts has ``predict``."""
+    predict = getattr(module, "predict", None)
+    if predict is None:
+        raise InputError(
+            f"predict is for tasks of texts, such as fadamgc.tasks.text(...); this run's model is a "
+            f"{type(module).__name__}: call run.model(inputs)"
+        )
+    labels: list[str | int] = predict(texts)
+    return labels
 
 
 def export_module(module: nn.Module, path: Path) -> Path:

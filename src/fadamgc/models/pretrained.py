@@ -28,6 +28,7 @@ TARGETS = {  # modules that LoRA adapts by default, by type of model
 }
 HEADS = ("classifier", "score")  # modules that peft trains and saves by default
 WEIGHTS = "adapter_model.safetensors"  # peft's file of trained weights
+ADAPTER_CONFIG = "adapter_config.json"
 
 
 class Base(NamedTuple):
@@ -101,7 +102,7 @@ def load_base(
     return Base(net, tokenizer, _positions(model))
 
 
-def load_adapter(base: str | Path, classes: int, folder: Path) -> Base:
+def load_adapter(base: str | Path, classes: int, folder: Path, tokenizer: Any = None) -> Base:
     """Load a base model with saved adapters and head."""
     _check_packages()
     import peft
@@ -109,10 +110,25 @@ def load_adapter(base: str | Path, classes: int, folder: Path) -> Base:
     if not (folder / WEIGHTS).is_file():
         raise InputError(f"adapter={str(folder)!r} has no {WEIGHTS}; it was not written by a run on texts")
     with quiet(), seeded(0):  # saved weights replace the random ones
-        model, tokenizer, _ = _classifier(base, classes)
+        model, tokenizer, _ = _classifier(base, classes, tokenizer)
         with _input_errors(f"adapter={str(folder)!r} does not fit base={str(base)!r}, or is damaged"):
             net = peft.PeftModel.from_pretrained(model, str(folder))
     return Base(net, tokenizer, _positions(model))
+
+
+def tokenizer_in(folder: Path) -> Any:
+    """Load the tokenizer that is saved in a folder of adapters."""
+    _check_packages()
+    from transformers import AutoTokenizer
+
+    with quiet(), _input_errors(f"adapter={str(folder)!r} has no tokenizer that can be read"):
+        return AutoTokenizer.from_pretrained(str(folder))
+
+
+def saved_base(base: str | Path) -> str:
+    """Return a base model as it is saved with its adapters: a name, or the full path of a folder."""
+    folder = Path(base_folder(base))
+    return str(base) if str(base) in PACKAGED or not folder.is_dir() else str(folder.resolve())
 
 
 def _classifier(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import hashlib
 import os
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,7 +18,8 @@ from torch.nn.utils.rnn import pad_sequence
 from fadamgc.cache import cached
 from fadamgc.errors import InputError, whole
 from fadamgc.models.packed import Layout, Packed, packed
-from fadamgc.models.pretrained import quiet
+from fadamgc.models.pretrained import load_adapter, quiet, tokenizer_in
+from fadamgc.models.reading import Reading
 from fadamgc.runtime import memory
 
 FORMAT = 2  # of the cached outputs of lower layers
@@ -37,11 +40,16 @@ class TextClassifier(nn.Module):
         net: a classifier of transformers, with its adapters.
         pad: the tokenizer's padding token.
         first: number of lower layers that were computed beforehand; 0: not even the embeddings were.
+        reading: how texts are read, for ``predict``; the config of transformers gets its labels.
     """
 
-    def __init__(self, net: nn.Module, pad: int, first: int = 0) -> None:
+    def __init__(self, net: nn.Module, pad: int, first: int = 0, reading: Reading | None = None) -> None:
         super().__init__()
-        self.net, self.pad, self.first = net, pad, first
+        self.net, self.pad, self.first, self.reading = net, pad, first, reading
+        if reading is not None:
+            names = [str(label) for label in reading.labels]
+            self.classifier.config.id2label = dict(enumerate(names))
+            self.classifier.config.label2id = {name: i for i, name in enumerate(names)}
 
     @property
     def classifier(self) -> Any:
@@ -54,17 +62,55 @@ class TextClassifier(nn.Module):
         return packed(self.classifier)
 
     def save_adapter(self, folder: str | Path) -> None:
-        """Write adapters and head in peft's format; ``peft.PeftModel.from_pretrained`` reads them."""
+        """Write adapters and head in peft's format; ``peft.PeftModel.from_pretrained`` reads them.
+
+        ``config.json`` has the names of the labels. ``fadamgc predict FOLDER TEXT`` uses the folder.
+        """
         net: Any = self.net
         target = Path(os.path.expanduser(folder))
         try:
             target.mkdir(parents=True, exist_ok=True)
             with TemporaryDirectory(prefix=".adapter-", dir=target) as scratch, quiet():
                 net.save_pretrained(scratch, save_embedding_layers=False)
-                for file in sorted(Path(scratch).iterdir()):
+                if self.reading is not None:
+                    self.reading.save(Path(scratch), self.classifier.config)
+                for file in sorted(path for path in Path(scratch).iterdir() if path.is_file()):
                     os.replace(file, target / file.name)
         except OSError as error:
             raise InputError(f"folder={str(folder)!r} cannot be written: {error.strerror}") from None
+
+    def predict(self, texts: Sequence[str | tuple[str, str]]) -> list[str | int]:
+        """Return the most likely label of each text, or of each pair of texts."""
+        reading = self._known_reading()
+        return [reading.labels[i] for i in self.probabilities(texts).argmax(dim=1).tolist()]
+
+    @torch.no_grad()
+    def probabilities(self, texts: Sequence[str | tuple[str, str]]) -> Tensor:
+        """Return the probability of each label, (texts, labels).
+
+        If the lower layers were computed beforehand, the base model is loaded again.
+        """
+        reading = self._known_reading()
+        first, second = reading.parts(texts)
+        if not first:
+            return torch.empty(0, len(reading.labels))
+        if self.first:
+            with TemporaryDirectory() as folder:
+                self.save_adapter(folder)
+                return load_classifier(reading, Path(folder)).probabilities(texts)
+        tokens = encode(reading.tokenizer, first, second, reading.length)
+        training, device = self.training, next(self.parameters()).device
+        self.eval()
+        try:
+            logits: Tensor = self(tokens.to(device))
+        finally:
+            self.train(training)
+        return torch.softmax(logits.float(), dim=1).cpu()
+
+    def _known_reading(self) -> Reading:
+        if self.reading is None:
+            raise InputError("this model has no tokenizer and no labels; make it with fadamgc.tasks.text")
+        return self.reading
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return the logits. In evaluation mode, texts are processed in the order of their lengths."""
@@ -128,10 +174,19 @@ def encode(tokenizer: Any, first: list[str], second: list[str] | None, length: i
     return torch.stack([pad_sequence(c, batch_first=True, padding_value=PADDING) for c in columns], dim=1)
 
 
+def load_classifier(reading: Reading, folder: Path, base: str | Path | None = None) -> TextClassifier:
+    """Load a base model, its adapters and its head; ``base`` is its folder if it has moved."""
+    given = tokenizer_in(folder) if reading.own_tokenizer and reading.tokenizer is None else reading.tokenizer
+    loaded = load_adapter(base or reading.base, len(reading.labels), folder, given)
+    length = reading.length if loaded.positions is None else min(reading.length, loaded.positions)
+    reading = replace(reading, tokenizer=loaded.tokenizer, length=length)
+    return TextClassifier(loaded.net, loaded.tokenizer.pad_token_id, reading=reading).eval()
+
+
 def without_lower_layers(model: TextClassifier, first: int) -> TextClassifier:
     """Return a classifier with the same weights whose inputs are the ``lower_outputs`` of texts."""
     shared = {id(p): p for p in model.net.parameters()}
-    upper = TextClassifier(copy.deepcopy(model.net, shared), model.pad, first)
+    upper = TextClassifier(copy.deepcopy(model.net, shared), model.pad, first, model.reading)
     parts = upper.parts
     assert parts is not None
     if any(p.requires_grad for module in _lower_modules(parts, first) for p in module.parameters()):

@@ -23,7 +23,7 @@ from fadamgc.federation.cost import CostModel, state_bytes
 from fadamgc.federation.functions import Buffers
 from fadamgc.federation.group_rounds import GroupRounds
 from fadamgc.federation.jobs import Job, Result
-from fadamgc.federation.run import Record, Run, other_types
+from fadamgc.federation.run import Record, Run
 from fadamgc.federation.sampling import Draw
 from fadamgc.federation.server import Federation, ServerState
 from fadamgc.federation.settings import Settings
@@ -40,7 +40,7 @@ from fadamgc.sim.file_states import FileStates, Slots
 from fadamgc.sim.personal import PersonalModels
 from fadamgc.sim.resources import Resources
 from fadamgc.task import Task
-from fadamgc.tree import leaves, map_leaves
+from fadamgc.tree import leaves, map_leaves, other_types
 
 log = logging.getLogger("fadamgc")
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeAlias, assert_never
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch.utils.data import Subset, TensorDataset
 
 from fadamgc.data import Partition, digits, dirichlet, har, iid, images, natural, shards, texts
 from fadamgc.data.sources import source
+from fadamgc.data.split import hold_out
 from fadamgc.data.synthetic import Synthetic, linear_regression, quadratics
 from fadamgc.errors import InputError, cut
 from fadamgc.models import ImageInput, cnn1d, convnet, mlp, resnet8, resnet18
@@ -37,8 +39,10 @@ from fadamgc.tasks.sections import (
     QuadraticsTask,
     TableTask,
     TaskSpec,
+    TextFileTask,
     TextTask,
 )
+from fadamgc.tasks.text_data import section_texts
 
 Rows: TypeAlias = NDArray[np.int64]
 
@@ -76,6 +80,10 @@ def completed(spec: TaskSpec) -> TaskSpec:
         owner = own.read_table(spec).owner
         assert owner is not None
         return spec.model_copy(update={"clients": len(np.unique(owner.astype(str)))})
+    if isinstance(spec, TextFileTask) and spec.client is not None:
+        owner = section_texts(spec).train.owner
+        assert owner is not None
+        return spec.model_copy(update={"clients": len(np.unique(owner))})
     if isinstance(spec, FunctionTask) and not (spec.clients and spec.measure):
         task = build_task(spec, seed=0)
         return spec.model_copy(update={"clients": task.n, "measure": spec.measure or own.measure_of(task)})
@@ -105,7 +113,10 @@ def label_counts(spec: TaskSpec, seed: int) -> Labels | None:
         case ImagesTask():
             labels = _subset(images.load(spec.data, "train", shrink=spec.shrink).y, spec.train_samples)
         case TextTask():
-            labels = _subset(texts.load(spec.data, "train").y, spec.train_samples)
+            train = section_texts(spec, with_test=False).train
+            train = train.rows(_balanced(train.y, spec.train_samples))
+            parts = _text_partition(spec, train, seed)
+            return Labels(parts.counts(train.y), parts.note)
         case TableTask():
             return own.table_labels(spec, seed, partition)
         case FunctionTask():
@@ -193,17 +204,17 @@ def _texts(spec: TextTask, seed: int, validation: float) -> Task:
     from fadamgc.models.pretrained import lora
     from fadamgc.tasks.text_classification import encode_for_model
 
-    train = texts.load(spec.data, "train")
-    train = train.rows(_balanced(train.y, spec.train_samples))
-    sets = [train]
-    rows, test_rows = _hold_out(train.y, np.arange(len(train.y)), validation)
+    data = section_texts(spec, with_test=not validation)
+    train = data.train.rows(_balanced(data.train.y, spec.train_samples))
+    sets, rows, test_rows = [train], np.arange(len(train.y)), np.arange(0)
     if validation:
+        rows, test_rows = _hold_out_texts(train, validation)
         test_rows = test_rows[_balanced(train.y[test_rows], spec.test_samples)]
     else:
-        test = texts.load(spec.data, "test")
-        sets.append(test.rows(_balanced(test.y, spec.test_samples)))
+        assert data.test is not None
+        sets.append(data.test.rows(_balanced(data.test.y, spec.test_samples)))
     model, tokens = encode_for_model(
-        *(sets, source(spec.data).classes, seed),
+        *(data, sets, seed),
         base=spec.model,
         adapters=None if spec.rank is None else lora(spec.rank, spec.targets or ()),
         upper_layers=spec.upper_layers,
@@ -211,10 +222,24 @@ def _texts(spec: TextTask, seed: int, validation: float) -> Task:
         length=spec.length,
     )
     labels = torch.from_numpy(train.y)
-    parts = [rows[part] for part in partition(spec, labels[rows], seed).indices]
+    parts = [rows[part] for part in _text_partition(spec, train.rows(rows), seed).indices]
     held_out = tokens[0][test_rows], labels[test_rows]
     pair = held_out if validation else (tokens[1], torch.from_numpy(sets[1].y))
-    return classification(model, tokens[0], labels, parts, pair, spec.data)
+    name = Path(spec.data).stem if isinstance(spec, TextFileTask) else spec.data
+    return classification(model, tokens[0], labels, parts, pair, name)
+
+
+def _hold_out_texts(train: texts.Texts, share: float) -> tuple[Rows, Rows]:
+    if train.owner is None:
+        return _hold_out(train.y, np.arange(len(train.y)), share)
+    rows, held_out = hold_out(torch.from_numpy(train.y), train.owner, share, seed=1)
+    return rows, held_out
+
+
+def _text_partition(spec: TextTask, train: texts.Texts, seed: int) -> Partition:
+    if train.owner is not None:
+        return natural(train.owner)
+    return partition(spec, torch.from_numpy(train.y), seed)
 
 
 def _har(spec: HarTask, seed: int, validation: float) -> Task:

@@ -11,6 +11,7 @@ from fadamgc.section import Count, Line, NonNegative, Positive, Section
 from fadamgc.toml import frozen
 
 Fraction: TypeAlias = Annotated[float, Field(ge=0, le=1)]
+Share: TypeAlias = Annotated[float, Field(gt=0, lt=1)]
 
 
 class LabelledTask(Section):
@@ -111,7 +112,6 @@ class HarTask(Section):
 class TextTask(LabelledTask):
     """Texts, classified by a pretrained transformer; only its adapters and its head are trained."""
 
-    data: Literal["20_newsgroups", "glue/sst2", "glue/qnli", "glue/qqp"]
     model: Annotated[str, Field(min_length=1)] = "minilm"  # or a folder, or a name on the hub
     rank: Count | None = None  # of the adapters; None: the default for the model
     targets: Annotated[tuple[str, ...], Field(min_length=1)] | None = None  # modules with adapters; as rank
@@ -126,6 +126,38 @@ class TextTask(LabelledTask):
     def _check_adapters(self) -> TextTask:
         if (self.rank is None) != (self.targets is None):
             raise ValueError(f"rank={self.rank} and targets={shown(self.targets)}: give both or neither")
+        return self
+
+
+class KnownTextTask(TextTask):
+    """Texts of a known data set, from the data root."""
+
+    data: Literal["20_newsgroups", "glue/sst2", "glue/qnli", "glue/qqp"]
+
+
+def _as_tuple(value: object) -> object:
+    return (value,) if isinstance(value, str) else value
+
+
+class TextFileTask(TextTask):
+    """Texts in a file of the user's own; a column is the label, and perhaps another one the client."""
+
+    data: Annotated[str, Field(pattern=r"(?i)\.(csv|parquet|jsonl|json)$")]
+    columns: Annotated[tuple[str, ...], BeforeValidator(_as_tuple), Field(min_length=1, max_length=2)] = (
+        "text",
+    )
+    label: Annotated[str, Field(min_length=1)] = "label"
+    client: str | None = None  # the column that says whose text it is; None: a partition
+    test: Share | str = 0.2  # share of the texts that is held out, or another file
+    classes: Annotated[int, Field(ge=2)] | tuple[str, ...] | None = None  # names, or how many
+
+    @model_validator(mode="after")
+    def _check_clients(self) -> TextFileTask:
+        if self.client is not None and self.train_samples is not None:
+            raise ValueError(
+                f"train_samples={self.train_samples} and client={shown(self.client)} cannot be combined; "
+                "remove one of them"
+            )
         return self
 
 
@@ -187,6 +219,8 @@ class FunctionTask(Section):
 
 
 TABLES = (".csv", ".parquet", ".npz")
+TEXTS = (".jsonl", ".json")  # files that can only have texts; tables with a key of texts have them, too
+TEXT_KEYS = ("columns", "label")
 
 
 class TableTask(LabelledTask):
@@ -197,9 +231,7 @@ class TableTask(LabelledTask):
     features: Annotated[tuple[str, ...], Field(min_length=1)] | None = None  # None: all other columns, or "X"
     client: str | None = None  # the column that says whose row it is; None: a partition
     kind: Literal["classification", "regression"] = "classification"
-    test: Annotated[float, Field(gt=0, lt=1)] | str = (
-        0.2  # share of the rows that is held out, or another file
-    )
+    test: Share | str = 0.2  # share of the rows that is held out, or another file
     model: Literal["mlp"] = "mlp"
     hidden: tuple[Count, ...] = (64,)  # empty: a linear model
     clients: Count = 10
@@ -236,7 +268,8 @@ TaskSpec: TypeAlias = (
     DigitsTask
     | ImagesTask
     | HarTask
-    | TextTask
+    | KnownTextTask
+    | TextFileTask
     | QuadraticsTask
     | LinearRegressionTask
     | CustomTask
@@ -257,6 +290,8 @@ def task_spec(**table: Any) -> TaskSpec:
         raise InputError(f"[task] needs the key 'data', one of {names}")
     data = table["data"]
     place = f"[task] with data={shown(data)}"
+    if isinstance(data, str) and _has_texts(data.lower(), table):
+        return TextFileTask.from_table(table, place)
     if isinstance(data, str) and data.lower().endswith(TABLES):
         return TableTask.from_table(table, place)
     if isinstance(data, str) and ":" in data:
@@ -265,6 +300,11 @@ def task_spec(**table: Any) -> TaskSpec:
         hint = nearest(data, RUNNABLE) if isinstance(data, str) else ""
         raise InputError(
             f"[task] data={shown(data)} is not accepted; it must be one of {names}{hint}, a table such as "
-            "'my_data.csv', or a function such as 'my_module:make_task'"
+            "'my_data.csv', texts such as 'my_texts.jsonl', or a function such as 'my_module:make_task'"
         )
     return TASKS[data].from_table(table, place)
+
+
+def _has_texts(data: str, table: dict[str, Any]) -> bool:
+    is_table = data.endswith((".csv", ".parquet"))
+    return data.endswith(TEXTS) or (is_table and any(key in table for key in TEXT_KEYS))

@@ -6,29 +6,35 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fadamgc.data import dirichlet, iid, texts
+from fadamgc.data import dirichlet, iid, natural
+from fadamgc.data.own_texts import SUFFIXES
 from fadamgc.data.sources import SOURCES
 from fadamgc.data.texts import Texts
-from fadamgc.errors import INT64_MAX, InputError, nearest, not_accepted, whole
+from fadamgc.errors import INT64_MAX, InputError, nearest, not_accepted, shown, whole
 from fadamgc.models import text as models
-from fadamgc.models.pretrained import MINILM, load_base
+from fadamgc.models.pretrained import MINILM, load_base, saved_base
+from fadamgc.models.reading import Reading
 from fadamgc.task import Task
 from fadamgc.tasks.build import classification
+from fadamgc.tasks.text_data import TextData, known_texts, own_texts
+
+AUTO = "auto"
+SHARE = 0.2  # of your own texts that is held out as test data
 
 
 def text(
     base: str | Path = MINILM,
-    data: str | Path = "glue/sst2",
+    data: Any = "glue/sst2",
     *,
-    test: str | Path | None = None,
+    test: Any = AUTO,
     columns: str | Sequence[str] | None = None,
     label: str | None = None,
-    classes: int | None = None,
+    client: str | None = None,
+    classes: int | Sequence[str] | None = None,
     clients: int = 100,
     alpha: float | None = 0.1,
     seed: int = 0,
@@ -46,11 +52,19 @@ def text(
     Args:
         base: a sequence-classification model of Hugging Face: "minilm" (all-MiniLM-L6-v2, included in
             ``fadamgc[text]``), a folder, or a name on the hub.
-        data: "20_newsgroups", "glue/sst2", "glue/qnli", "glue/qqp", or your own .parquet or .csv file.
-        test: your own file to test on, with the same columns; known data sets have a test part.
-        columns: the column of texts in your own files, or two columns for pairs; None is "text".
-        label: the column of labels in your own files, whole numbers from 0; None is "label".
-        classes: number of labels, if not all of them occur in your own files.
+        data: "20_newsgroups", "glue/sst2", "glue/qnli", "glue/qqp", or your own data: a .csv, .parquet,
+            .jsonl or .json file, a pair (texts, labels), a list of dicts, a pandas DataFrame, or a Hugging
+            Face Dataset.
+        test: share of your own texts to hold out as test data (of each label; with ``client``, of each
+            client), or test data in one of the forms of ``data``; None: no evaluation. "auto" is 0.2 for your
+            own data, and the test part of a known data set.
+        columns: the column of texts in your own data, or two columns for pairs; None is "text".
+        label: the column of labels in your own data, texts or whole numbers; None is "label". The labels are
+            numbered in sorted order, and predictions have their names.
+        client: the column that says whose text each row is. Each value is a client, and ``clients`` and
+            ``alpha`` are not used.
+        classes: number of labels, or their names in order, if not all of them occur in your own data, or if
+            they are the numbers 0, 1, ... in your data and have names.
         clients: number of clients.
         alpha: concentration of the Dirichlet partition; None: all clients get the same mixture of labels.
         seed: of the partition and of the initial weights of adapters and head.
@@ -62,27 +76,22 @@ def text(
         length: largest number of tokens of a text (or pair); longer ones are cut.
 
     Example:
-        >>> task = fadamgc.tasks.text(data="reviews.csv", columns=("review",), clients=20)  # doctest: +SKIP
+        >>> task = fadamgc.tasks.text(data="reviews.csv", columns="review", client="user")  # doctest: +SKIP
     """
     whole("clients", clients, 1)
     whole("seed", seed, 0, INT64_MAX)
     whole("length", length, 1, 2**31 - 1)
-    for field, value in (("base", base), ("data", data), ("test", test)):
-        if not isinstance(value, (str, Path)) and not (field == "test" and value is None):
-            raise not_accepted(field, value, "a name or a path")
-    by_name = str(data) in SOURCES
-    if by_name:
-        for field, option in {"test": test, "columns": columns, "label": label, "classes": classes}.items():
-            if option is not None:
-                raise InputError(f"{field}={option!r} is for your own files; {data} has its own {field}")
-        sets = [texts.load(str(data), split) for split in ("train", "test")]
-        classes = SOURCES[str(data)].classes
+    if not isinstance(base, (str, Path)):
+        raise not_accepted("base", base, "a name or a path")
+    options = {"columns": columns, "label": label, "client": client, "classes": classes}
+    found = _text_data(data, test, options)
+    train, y = found.train, torch.from_numpy(found.train.y)
+    if train.owner is not None:
+        parts = natural(train.owner)
     else:
-        sets, classes = _read_files(data, test, columns, label, classes)
-    labels = [torch.from_numpy(part.y) for part in sets]
-    parts = iid(labels[0], clients, seed) if alpha is None else dirichlet(labels[0], clients, alpha, seed)
+        parts = iid(y, clients, seed) if alpha is None else dirichlet(y, clients, alpha, seed)
     model, inputs = encode_for_model(
-        *(sets, classes, seed),
+        *(found, [train] if found.test is None else [train, found.test], seed),
         base=base,
         adapters=adapters,
         tokenizer=tokenizer,
@@ -90,70 +99,52 @@ def text(
         dropout=dropout,
         length=length,
     )
-    test_pair = (inputs[1], labels[1]) if len(sets) > 1 else None
-    name = str(data) if by_name else Path(data).stem
-    return classification(model, inputs[0], labels[0], parts.indices, test_pair, name)
+    test_pair = None if found.test is None else (inputs[1], torch.from_numpy(found.test.y))
+    name = "texts"
+    if isinstance(data, (str, Path)):
+        name = str(data) if str(data) in SOURCES else Path(data).stem
+    return classification(model, inputs[0], y, parts.indices, test_pair, name)
 
 
-def _read_files(
-    data: str | Path,
-    test: str | Path | None,
-    columns: str | Sequence[str] | None,
-    label: str | None,
-    classes: int | None,
-) -> tuple[list[Texts], int]:
-    """Return the texts to train on, those to test on if there is a file, and the number of classes."""
-    if Path(data).suffix.lower() not in (".parquet", ".csv"):
+def _text_data(data: Any, test: Any, options: dict[str, Any]) -> TextData:
+    """Return the texts to train on and to test on."""
+    is_auto = isinstance(test, str) and test == AUTO
+    if isinstance(data, (str, Path)) and str(data) in SOURCES:
+        for field, option in {"test": None if is_auto else test, **options}.items():
+            if option is not None:
+                raise InputError(f"{field}={shown(option)} is for your own data, not for {data}")
+        return known_texts(str(data), with_test=test is not None)
+    if isinstance(data, (str, Path)) and Path(data).suffix.lower() not in SUFFIXES:
         names = [name for name, source in SOURCES.items() if source.kind == "texts"]
         raise InputError(
             f"data={str(data)!r} is not known{nearest(str(data), names)}; "
-            f"give a .parquet or .csv file or one of {', '.join(names)}"
+            f"give a {', '.join(SUFFIXES)} file or one of {', '.join(names)}"
         )
-    columns = ("text",) if columns is None else (columns,) if isinstance(columns, str) else columns
-    if not isinstance(columns, (list, tuple)) or not all(isinstance(column, str) for column in columns):
-        raise not_accepted("columns", columns, "the name of a column, or a list of two")
-    label = "label" if label is None else label
-    if not isinstance(label, str):
-        raise not_accepted("label", label, "the name of a column")
-    files = {"data": data} if test is None else {"data": data, "test": test}
-    sets = [texts.read(path, columns, label, field) for field, path in files.items()]
-    if classes is None:
-        present = np.unique(sets[0].y)
-        classes = len(present)
-        missing = np.flatnonzero(present != np.arange(classes))
-        if len(missing) or classes < 2:
-            raise InputError(
-                f"data={str(data)!r}: the labels go up to {present[-1]}, but no row has "
-                f"{label}={missing[0] if len(missing) else 1}; number the classes 0, 1, 2, ..., or give "
-                "classes= if some are not in the data"
-            )
-    whole("classes", classes, 2)
-    for (field, path), part in zip(files.items(), sets, strict=True):
-        beyond = np.flatnonzero(part.y >= classes)
-        if len(beyond):
-            raise InputError(
-                f"{field}={str(path)!r}: row {beyond[0]} has {label}={part.y[beyond[0]]}; there are "
-                f"{classes} classes, 0 to {classes - 1}: give classes= if there are more"
-            )
-    return sets, classes
+    return own_texts(data, SHARE if is_auto else test, **options)
 
 
 def encode_for_model(
+    data: TextData,
     sets: Sequence[Texts],
-    classes: int,
     seed: int,
     *,
     base: str | Path,
     length: int,
     upper_layers: int | None,
+    tokenizer: Any = None,
     **options: Any,
 ) -> tuple[models.TextClassifier, list[Tensor]]:
-    """Load a model and encode sets of texts as its inputs; the arguments are those of ``text``.
+    """Load a model and encode sets of texts as its inputs; the other arguments are those of ``text``.
 
     With ``upper_layers``, the model has only these layers; its inputs are the outputs of the lower layers.
     """
-    loaded = load_base(base, classes, seed, upper_layers=upper_layers, **options)
-    model = models.TextClassifier(loaded.net, loaded.tokenizer.pad_token_id)
+    classes = len(data.labels)
+    loaded = load_base(base, classes, seed, tokenizer=tokenizer, upper_layers=upper_layers, **options)
+    longest = length if loaded.positions is None else min(length, loaded.positions)
+    reading = Reading(
+        saved_base(base), longest, data.columns, data.labels, loaded.tokenizer, tokenizer is not None
+    )
+    model = models.TextClassifier(loaded.net, loaded.tokenizer.pad_token_id, reading=reading)
     inputs = [models.encode(loaded.tokenizer, texts.first, texts.second, length) for texts in sets]
     width = max(tokens.shape[2] for tokens in inputs)
     if loaded.positions is not None and width > loaded.positions:

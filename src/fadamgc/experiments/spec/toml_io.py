@@ -15,7 +15,7 @@ from fadamgc.experiments.spec.sections import CostSpec, MethodSpec, RunSpec, Spe
 from fadamgc.loading import is_trusted, look_in
 from fadamgc.methods import algorithm_class, make_algorithm
 from fadamgc.section import Section
-from fadamgc.tasks.sections import CustomTask, FunctionTask, TableTask, TaskSpec, task_spec
+from fadamgc.tasks.sections import CustomTask, FunctionTask, TableTask, TaskSpec, TextFileTask, task_spec
 from fadamgc.toml import frozen, parse_toml
 
 T = TypeVar("T")
@@ -117,7 +117,7 @@ def spec_of(tables: dict[str, Any]) -> Spec:
 
 
 def _completed(task: TaskSpec) -> TaskSpec:
-    if not (is_trusted() and isinstance(task, FunctionTask | TableTask)):
+    if not (is_trusted() and isinstance(task, FunctionTask | TableTask | TextFileTask)):
         return task
     from fadamgc.tasks.build import completed  # which imports models
 
