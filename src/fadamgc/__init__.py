@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     )
     from fadamgc.experiments.api import experiment, report
     from fadamgc.federation.cost import CostModel
-    from fadamgc.federation.run import Record, Run
+    from fadamgc.federation.record import Record
+    from fadamgc.federation.run import Run
     from fadamgc.federation.settings import Settings
     from fadamgc.hook import Correction
     from fadamgc.lazy_clients import LazyClients
@@ -85,7 +86,8 @@ _NAMES = {
     ),
     "experiments.api": ("experiment", "report"),
     "federation.cost": ("CostModel",),
-    "federation.run": ("Record", "Run"),
+    "federation.record": ("Record",),
+    "federation.run": ("Run",),
     "federation.settings": ("Settings",),
     "hook": ("Correction",),
     "lazy_clients": ("LazyClients",),

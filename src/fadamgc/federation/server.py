@@ -17,7 +17,8 @@ from fadamgc.federation.functions import Buffers, TaskFunctions
 from fadamgc.federation.group_rounds import GroupRounds
 from fadamgc.federation.jobs import Round
 from fadamgc.federation.local_parameters import PartlyLocal, partly_local
-from fadamgc.federation.run import Record, Run, environment
+from fadamgc.federation.record import Record
+from fadamgc.federation.run import Run, environment
 from fadamgc.federation.sampling import Draw, draw
 from fadamgc.federation.settings import Settings
 from fadamgc.federation.sums import Sums, all_finite

@@ -22,7 +22,8 @@ from fadamgc.escape import printable
 from fadamgc.federation.client_states import ClientStates
 from fadamgc.federation.cost import Work
 from fadamgc.federation.functions import TaskFunctions
-from fadamgc.federation.run import Record, Run
+from fadamgc.federation.record import Record
+from fadamgc.federation.run import Run
 from fadamgc.federation.sampling import Draw
 from fadamgc.federation.server import Federation, ServerState
 from fadamgc.federation.sums import Sums

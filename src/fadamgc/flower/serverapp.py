@@ -13,7 +13,7 @@ from flwr.serverapp import Grid, ServerApp
 from torch import nn
 
 from fadamgc.escape import printable
-from fadamgc.federation.run import Record
+from fadamgc.federation.record import Record
 from fadamgc.files import user_folder
 from fadamgc.flower.config import read_config
 from fadamgc.flower.coordinator import Coordinator

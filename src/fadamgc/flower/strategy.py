@@ -14,7 +14,7 @@ from flwr.serverapp.strategy import Strategy as FlowerStrategy
 
 from fadamgc.errors import FadamgcError, not_accepted
 from fadamgc.escape import printable
-from fadamgc.federation.run import Record
+from fadamgc.federation.record import Record
 from fadamgc.flower.coordinator import Coordinator
 from fadamgc.flower.inbox import Inbox, SizeLimit, TooLargeError, make_inbox
 from fadamgc.flower.logs import log

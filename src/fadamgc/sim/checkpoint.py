@@ -25,7 +25,8 @@ from fadamgc.bundle import Journal, has_bundle, read_bundle, remove_other_tensor
 from fadamgc.errors import CheckpointError, CheckpointInUseError, OtherRunError, UnwritableError, shown, whole
 from fadamgc.federation import run as runs
 from fadamgc.federation.client_states import ClientStates
-from fadamgc.federation.run import Record, Run, sound
+from fadamgc.federation.record import Record
+from fadamgc.federation.run import Run, sound
 from fadamgc.federation.settings import Settings
 from fadamgc.files import LOCK, as_json, lock, make_folder, remove_leftovers, unwritable
 from fadamgc.sim.file_states import FileStates, Slots

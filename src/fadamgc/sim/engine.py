@@ -23,7 +23,8 @@ from fadamgc.federation.cost import CostModel, state_bytes
 from fadamgc.federation.functions import Buffers
 from fadamgc.federation.group_rounds import GroupRounds
 from fadamgc.federation.jobs import Job, Result
-from fadamgc.federation.run import Record, Run
+from fadamgc.federation.record import Record
+from fadamgc.federation.run import Run
 from fadamgc.federation.sampling import Draw
 from fadamgc.federation.server import Federation, ServerState
 from fadamgc.federation.settings import Settings

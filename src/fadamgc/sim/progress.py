@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fadamgc.escape import duration, printable
-from fadamgc.federation.run import Record
+from fadamgc.federation.record import Record
 from fadamgc.stages import SlowStages, listening
 
 FIRST_LINE, NEXT_LINES, SLOW_STAGE = 10.0, 60.0, 5.0  # seconds until a line is printed
