@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import re
-import shutil
-import subprocess
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -25,51 +19,10 @@ from fadamgc.experiments.report.tables import (
 from fadamgc.experiments.report.write import write_report
 from fadamgc.experiments.run.runner import run_spec
 from fadamgc.experiments.spec.toml_io import parse_spec
+from page_script import drawn
 from reported import forge
 
 pytestmark = pytest.mark.usefixtures("quick")
-
-
-STUB = """
-const fs = require("fs"), vm = require("vm");
-const [data, script] = JSON.parse(fs.readFileSync(0, "utf8"));
-const nodes = {}, plots = {};
-function node(id) {
-  return nodes[id] ??= {
-    id, value: "0", min: "-3", textContent: "", dataset: {}, tagName: "DIV",
-    classList: { toggle: () => {} }, addEventListener: () => {}, querySelector: (s) => node(s),
-  };
-}
-nodes.experiments = { textContent: data };
-const document = { getElementById: node, querySelectorAll: () => [] };
-const Plotly = { react: (box, traces, layout) => { plots[box.id] = { traces, layout }; } };
-const said = {}, context = { document, Plotly, Number, Math, JSON, console, said };
-const further = `
-  const experiment = EXPERIMENTS[0];
-  said.pricing = pricing(experiment);
-  said.priced = experiment.methods.map((method) => method.runs.map((run) => price(experiment, run)));
-`;
-vm.runInNewContext(script + further, context);
-const names = Object.keys(nodes).filter((name) => name.startsWith("[data-minutes"));
-const minutes = names.map((name) => nodes[name].textContent);
-console.log(JSON.stringify({ minutes, plots, ...said }));
-"""
-
-
-def drawn(folder):
-    """What the page's script does, with a stand-in for the browser."""
-    node = shutil.which("node")
-    if node is None:
-        playwright = pytest.importorskip("playwright", reason="there is no node to run the page's script")
-        node = str(Path(playwright.__file__).parent / "driver" / "node")
-    html = (folder / "report.html").read_text()
-    data = re.search(r'<script type="application/json" id="experiments">(.*?)</script>', html, re.DOTALL)
-    script = html.rsplit("<script>", 1)[1].split("</script>")[0]
-    done = subprocess.run(
-        [node, "-e", STUB], input=json.dumps([data[1], script]), capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
-    return SimpleNamespace(**json.loads(done.stdout))
 
 
 @pytest.mark.parametrize("metrics", [[math.inf, math.nan], [math.nan, 1e-4]])

@@ -12,13 +12,8 @@ import pytest
 from command import fadamgc
 from fadamgc import bundle
 from fadamgc.experiments.folder import ExperimentFolder
-from fadamgc.experiments.report.numbers import (
-    ReportedExperiment,
-)
-from fadamgc.experiments.report.tables import (
-    results_table,
-    summary_markdown,
-)
+from fadamgc.experiments.report.numbers import ReportedExperiment, read_results
+from fadamgc.experiments.report.tables import results_table, summary_latex, summary_markdown
 from fadamgc.experiments.report.write import write_report
 from fadamgc.experiments.run.runner import run_spec
 from fadamgc.experiments.spec.toml_io import parse_spec
@@ -52,6 +47,26 @@ def test_without_a_target_nothing_is_called_never_reached(tmp_path):
     assert "never" not in tex
     assert r"Rounds to target & small & -- & -- \\" in tex
     assert "never" not in summary_markdown([ReportedExperiment("small", results)])
+
+
+def test_latex_of_accuracies_has_the_digits_of_markdown(done):
+    results = read_results(done)
+    tex = summary_latex([ReportedExperiment("tiny", results)], precise_minutes=True)
+    plain = tex.replace(r"\pm", "±").replace("$", "").replace("\\%", "%")
+    for row in results_table(results).rows:
+        mean, std = re.fullmatch(r"(\d+\.\d) ± (\d+\.\d) %", row[3].text).groups()
+        assert f"{mean}% ± {std}%" in plain
+        assert f"& {row[2].text} " in plain  # minutes
+
+
+def test_latex_of_several_experiments_ends_with_the_final_metric(copy):
+    both = [ReportedExperiment(name, read_results(copy)) for name in ("a", "b")]
+    blocks = summary_latex(both, ["rounds"]).split(r"\midrule")[1:]
+    assert [block.split(" & ")[0].strip() for block in blocks] == [
+        "Rounds to target",
+        "Excess objective at the end",
+    ]
+    assert summary_latex(both, ["final", "average"]).count("Excess objective at the end") == 1
 
 
 @pytest.mark.slow

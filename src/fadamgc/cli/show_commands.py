@@ -322,9 +322,10 @@ def partition(
 
 def show(results: Results, folder: Path, seconds: float | None = None) -> None:
     """Print the table of an experiment and the path of its report."""
+    from fadamgc.experiments.report.numbers import CLEARLY_BEST
     from fadamgc.experiments.report.tables import caption, results_table
 
-    terminal().print(results_table(results).to_rich(caption(results)))
+    terminal().print(results_table(results).to_rich(caption(results), CLEARLY_BEST))
     for reason in chain(*results.damaged.values()):
         say(f"warning: {reason}; the tables are without this run, `fadamgc run --resume` runs it again")
     if results.missing:

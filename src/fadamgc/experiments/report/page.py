@@ -19,7 +19,7 @@ from typing import Any
 import jinja2
 
 from fadamgc.escape import printable
-from fadamgc.experiments.report.numbers import Experiments, ReportedExperiment, Results
+from fadamgc.experiments.report.numbers import T95, Experiments, ReportedExperiment, Results
 from fadamgc.experiments.report.plots import colour
 from fadamgc.experiments.report.tables import (
     FURTHER,
@@ -132,6 +132,7 @@ def _data(results: Results, colours: dict[str, str]) -> dict[str, Any]:
         "methods": methods,
         "works": list(works),
         "seeds": len(results.spec.run.seeds),
+        "t95": T95,
         "target": results.spec.run.target,
         "target_text": results.target,
         "goal": next(run for runs in results.runs.values() for run in runs).goal,
@@ -153,6 +154,7 @@ def _data(results: Results, colours: dict[str, str]) -> dict[str, Any]:
 def _run(run: Run, works: dict[Any, int]) -> dict[str, Any]:
     """Return the rounds of a run; equal rounds share a number in ``works``."""
     work_numbers = []
+    metrics = [record.test_metric for record in run.history if record.test_metric is not None]
     for record in run.history:
         exchanges = []
         for work in record.work:
@@ -166,6 +168,7 @@ def _run(run: Run, works: dict[Any, int]) -> dict[str, Any]:
         "bytes": list(accumulate(record.bytes_down + record.bytes_up for record in run.history)),
         "seconds": [_finite(record.simulated_seconds) for record in run.history],
         "work": work_numbers,
+        "diverged": any(not math.isfinite(value) for value in metrics[-1:]),
     }
 
 

@@ -27,7 +27,7 @@ def write_report(folder: str | Path, cost: Mapping[str, Any] = {}, out: str | Pa
     files = {
         "results.csv": escape.csv_bytes(numbers.summary_frame(results)),
         "results.md": results_markdown(results).encode(),
-        "results.tex": summary_latex([by_name], (*TO_TARGET, "final"), precise_minutes=True).encode(),
+        "results.tex": summary_latex([by_name], precise_minutes=True).encode(),
         "curves.csv": escape.csv_bytes(rounds),
     }
     for name, axes in (("rounds", ("round",)), ("minutes", ("minutes",)), ("curves", ("round", "minutes"))):

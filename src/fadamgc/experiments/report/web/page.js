@@ -83,9 +83,12 @@ function shown(value, places) {
 function timesToTarget(experiment) {
   return experiment.methods.map((method) => {
     const times = [];
+    const bySeed = new Map();  // a run that missed the target counts with all its rounds
     for (const run of method.runs) {
-      const at = firstRound(experiment, run);
-      if (at >= 0) times.push(minutesOf(experiment, run)[at]);
+      const at = firstRound(experiment, run), minutes = minutesOf(experiment, run);
+      if (at >= 0) times.push(minutes[at]);
+      const value = at >= 0 ? minutes[at] : minutes[minutes.length - 1];
+      if ((at >= 0 || !run.diverged) && Number.isFinite(value)) bySeed.set(run.seed, value);
     }
     const finite = times.filter(Number.isFinite);
     return {
@@ -95,14 +98,30 @@ function timesToTarget(experiment) {
       runs: method.ended,
       diverged: method.diverged,
       all: times.length === experiment.seeds,
+      bySeed,
     };
   });
+}
+
+function clearlyBest(experiment, times) {
+  // The rule of clearly_best in numbers.py; null where the order is not clear.
+  const ranked = times.filter((t) => t.bySeed.size)
+    .map((t) => [mean([...t.bySeed.values()]), t]).sort((a, b) => a[0] - b[0]).map(([, t]) => t);
+  const ran = times.filter((t) => t.runs).length;
+  const [best, rival] = ranked;
+  if (!best || ran < 2 || !best.all || experiment.seeds < 2) return null;
+  if (!rival) return best;
+  const ahead = [...best.bySeed].filter(([seed]) => rival.bySeed.has(seed))
+    .map(([seed, value]) => rival.bySeed.get(seed) - value);
+  if (ahead.length < 2) return null;
+  const t = experiment.t95[Math.min(ahead.length - 2, experiment.t95.length - 1)];
+  return mean(ahead) > t * deviation(ahead) / Math.sqrt(ahead.length) ? best : null;
 }
 
 function drawTable(experiment, place) {
   const times = timesToTarget(experiment);
   const places = decimals(times.map((t) => t.mean));
-  const best = Math.min(...times.filter((t) => t.all && Number.isFinite(t.mean)).map((t) => t.mean));
+  const best = clearlyBest(experiment, times);
   times.forEach((time, number) => {
     const cell = place.querySelector(`[data-minutes="${number}"]`);
     if (!cell) return;
@@ -118,7 +137,7 @@ function drawTable(experiment, place) {
       if (time.reached !== time.runs) text += ` (${time.reached}/${time.runs} reached${more})`;
     }
     cell.textContent = text;
-    cell.classList.toggle("best", time.all && time.mean === best);
+    cell.classList.toggle("best", time === best);
   });
 }
 
