@@ -16,13 +16,14 @@ from fadamgc import simulate
 from fadamgc.errors import InputError
 from fadamgc.experiments.folder import ExperimentFolder
 from fadamgc.experiments.planned_run import PlannedRun
+from fadamgc.experiments.points import Point
 from fadamgc.experiments.report.numbers import ReportedExperiment, experiments_frame, read_results
 from fadamgc.experiments.report.plots import summary_figure
 from fadamgc.experiments.report.tables import summary_latex, summary_markdown
 from fadamgc.experiments.run import execution
 from fadamgc.experiments.run.runner import open_folder, run_spec
 from fadamgc.experiments.spec.sections import TuneSpec
-from fadamgc.experiments.tune import Point, _raced, tune
+from fadamgc.experiments.tune import _raced, tune
 from fadamgc.paper.study import SCALES, load_study, parse_study, studies
 from fadamgc.tasks.build import build_task
 from places import ROOT

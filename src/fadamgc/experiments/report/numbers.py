@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from fadamgc.errors import InputError
 from fadamgc.experiments.folder import ExperimentFolder, SavedExperiment
+from fadamgc.experiments.points import Point
 from fadamgc.experiments.spec.sections import STEPS, MethodSpec
 from fadamgc.federation.cost import CostModel
 from fadamgc.federation.run import Run
@@ -348,6 +349,7 @@ class ReportedExperiment(NamedTuple):
     group: str | None = None  # experiments of a group share a row of panels
     axis: str | None = None  # if it differs from the axis of the others
     label_plot: bytes | None = None  # PNG
+    tuning: dict[Point, bool] | str | None = None  # which points were chosen; or why they cannot be read
 
 
 Experiments: TypeAlias = Sequence[ReportedExperiment]

@@ -14,6 +14,7 @@ from fadamgc.experiments.report.numbers import TO_TARGET, Experiments, ReportedE
 from fadamgc.experiments.report.page import page
 from fadamgc.experiments.report.plots import curves_figure, image_files, summary_figure
 from fadamgc.experiments.report.tables import results_markdown, summary_latex, summary_markdown
+from fadamgc.experiments.report.tuning import read_tuning
 from fadamgc.files import write_atomic
 
 
@@ -41,9 +42,14 @@ def write_report(folder: str | Path, cost: Mapping[str, Any] = {}, out: str | Pa
 
 
 def read_experiment(folder: str | Path, cost: Mapping[str, Any] = {}) -> ReportedExperiment:
-    """Read the experiment in a folder, under its title, with the plot of its labels."""
+    """Read the experiment in a folder, under its title, with the plot of its labels and its tuning."""
     results, plot = numbers.read_results(folder, cost), Path(folder) / PARTITION
-    return ReportedExperiment(results.title, results, label_plot=plot.read_bytes() if plot.exists() else None)
+    return ReportedExperiment(
+        results.title,
+        results,
+        label_plot=plot.read_bytes() if plot.exists() else None,
+        tuning=read_tuning(Path(folder), results),
+    )
 
 
 def write_reports(folders: Iterable[str | Path], out: str | Path, cost: Mapping[str, Any] = {}) -> list[Path]:
