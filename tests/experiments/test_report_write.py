@@ -10,11 +10,11 @@ import pandas as pd
 import pytest
 
 from command import fadamgc
-from fadamgc import bundle
+from fadamgc import InputError, bundle
 from fadamgc.experiments.folder import ExperimentFolder
 from fadamgc.experiments.report.numbers import ReportedExperiment, read_results
 from fadamgc.experiments.report.tables import results_table, summary_latex, summary_markdown
-from fadamgc.experiments.report.write import write_report
+from fadamgc.experiments.report.write import write_report, write_reports
 from fadamgc.experiments.run.runner import run_spec
 from fadamgc.experiments.spec.toml_io import parse_spec
 from reported import SPEC, contents, forge, write_facts
@@ -85,6 +85,34 @@ def test_a_report_elsewhere_leaves_the_folder_as_it_is(copy, tmp_path):
     assert both.exit_code == 0
     assert contents(copy) == before
     assert {"copy", "copy-2", "report.html", "summary.tex"} <= {p.name for p in (tmp_path / "both").iterdir()}
+
+
+def test_a_report_elsewhere_is_never_written_over_what_it_reads(ready, tmp_path):
+    """Nothing is written, neither over a source nor elsewhere, and the message names the folder."""
+    for name in ("a", "b", "study/c", "study/d"):
+        shutil.copytree(ready, tmp_path / name)
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    before = contents(tmp_path)
+    a, b, study = tmp_path / "a", tmp_path / "b", tmp_path / "study"
+    for folders, out in (
+        ([a], a),
+        ([a], tmp_path / "link"),
+        ([a], tmp_path / "b" / ".." / "a"),
+        ([a, b], tmp_path),  # the reports of a and b would be written to OUT/a and OUT/b
+        ([a, b], a),
+        ([study], study),
+        ([study / "c"], study / "c"),
+    ):
+        refused = fadamgc("report", *folders, "--out", out)
+        assert refused.exit_code == 2, refused.output
+        assert "which is only read" in refused.stderr.replace("\n", " ")
+        assert contents(tmp_path) == before
+    with pytest.raises(InputError, match="which is only read; give another folder"):
+        write_report(a, out=a)
+    with pytest.raises(InputError, match="which is only read"):
+        write_reports([a, b], b)
+    assert fadamgc("report", a, "--out", a / "report").exit_code == 0
+    assert {p: data for p, data in contents(tmp_path).items() if a / "report" not in p.parents} == before
 
 
 def test_a_study_can_be_reported_on_elsewhere(ready, tmp_path):

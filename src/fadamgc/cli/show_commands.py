@@ -69,7 +69,7 @@ def report(
     - `fadamgc report out/main-cifar10-laptop out/main-cifar100-laptop --out out/both`
     """
     from fadamgc.experiments.folder import SPEC, ExperimentFolder
-    from fadamgc.experiments.report.write import write_report, write_reports
+    from fadamgc.experiments.report.write import check_elsewhere, write_report, write_reports
     from fadamgc.paper.study import read_study, write_study_report
 
     targets: dict[Path, Path] = {}  # by the folder of each experiment: the folder of its report
@@ -81,6 +81,8 @@ def report(
             targets[folder] = target
         else:
             targets |= {path: target / path.name for path in inside}
+    if out is not None:
+        check_elsewhere([out, *targets.values()], [*folders, *targets])
     links = {"down_mbps": down_mbps, "up_mbps": up_mbps, "latency": latency}
     links |= {"group_down_mbps": group_down_mbps, "group_up_mbps": group_up_mbps}
     cost = links | {"seconds_per_step": seconds_per_step, "per_round": per_round}

@@ -20,6 +20,8 @@ from fadamgc.files import write_atomic
 
 def write_report(folder: str | Path, cost: Mapping[str, Any] = {}, out: str | Path | None = None) -> Results:
     """Write the report of an experiment into its folder or ``out``; ``cost`` replaces values of [cost]."""
+    if out is not None:
+        check_elsewhere([out], [folder])
     experiment = read_experiment(folder, cost)
     results = experiment.results
     by_name = experiment._replace(name=results.spec.name)
@@ -41,6 +43,17 @@ def write_report(folder: str | Path, cost: Mapping[str, Any] = {}, out: str | Pa
     return results
 
 
+def check_elsewhere(targets: Iterable[str | Path], sources: Iterable[str | Path]) -> None:
+    """Refuse to write a report over the files of an experiment that it is only to read."""
+    read_only = {Path(source).resolve() for source in sources}
+    for target in targets:
+        if Path(target).resolve() in read_only:
+            raise InputError(
+                f"out: a report would be written over {str(target)!r}, which is only read; give another "
+                "folder, or no folder to write the report of an experiment into its own"
+            )
+
+
 def read_experiment(folder: str | Path, cost: Mapping[str, Any] = {}) -> ReportedExperiment:
     """Read the experiment in a folder, under its title, with the plot of its labels and its tuning."""
     results, plot = numbers.read_results(folder, cost), Path(folder) / PARTITION
@@ -54,6 +67,8 @@ def read_experiment(folder: str | Path, cost: Mapping[str, Any] = {}) -> Reporte
 
 def write_reports(folders: Iterable[str | Path], out: str | Path, cost: Mapping[str, Any] = {}) -> list[Path]:
     """Write one page and one set of tables for the experiments in several folders."""
+    folders = list(folders)
+    check_elsewhere([out], folders)
     experiments = [read_experiment(folder, cost) for folder in folders]
     return write_summary(out, experiments, title=", ".join(experiment.name for experiment in experiments))
 
