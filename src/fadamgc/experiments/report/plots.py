@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -133,6 +134,7 @@ def _draw_curves(panel: Axes, results: Results, averages: Mapping[str, pd.DataFr
         panel.set_ylim(*value_limits(averages, target, results.accuracy))
     panel.set_xlim(0, max((curve[x].max() for curve in averages.values()), default=1))
     panel.set_xlabel(AXIS_TITLES[x])
+    panel.ticklabel_format(axis="x", scilimits=(-2, 5))  # long numbers would overlap
     tidy(panel)
 
 
@@ -169,7 +171,7 @@ def summary_figure(
             _draw_measure(panel, members, labels, measure)
             panel.set_xlabel(printable(members[0].axis or axis), parse_math=False)
             if group is not None:
-                panel.set_title(printable(group), fontsize=10, parse_math=False)
+                panel.set_title(textwrap.fill(printable(group), 44), fontsize=10, parse_math=False)
     _add_texts(figure, title)
     return figure
 
@@ -189,7 +191,8 @@ def _draw_measure(panel: Axes, experiments: Experiments, labels: Sequence[str], 
             positive = positive or max(means) > 0
             style = line_style(number)
             panel.errorbar(x, means, yerr=bars, label=printable(label), marker="o", capsize=3, **style)
-    panel.set_ylabel(printable(measure_title(experiments, measure).lower()), parse_math=False)
+    title = textwrap.fill(printable(measure_title(experiments, measure).lower()), 32)
+    panel.set_ylabel(title, parse_math=False)
     if measure in TO_TARGET or experiments[0].results.accuracy:
         panel.set_ylim(bottom=max(0.0, panel.get_ylim()[0]))
     elif positive:
