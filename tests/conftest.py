@@ -52,6 +52,6 @@ def without_figures(monkeypatch):
     """Figures of reports and partitions are empty files: drawing them takes most of a small report's time."""
     from fadamgc.experiments.report import label_plot, plots
 
-    for name in ("png", "svg"):
+    for name in ("png", "svg", "pdf"):
         monkeypatch.setattr(plots, name, lambda figure: b"")
     monkeypatch.setattr(label_plot, "save_label_plot", lambda counts, path, title=None: path.touch())

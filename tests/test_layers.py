@@ -82,7 +82,10 @@ ALLOWED = {
     },
     "__main__": {"cli"},
 }
-ROOM_OF = {"rules": "algorithm", "flat": "task", "experiments.planned_run": "experiments.folder"}
+ROOM_OF = {
+    **{"rules": "algorithm", "flat": "task"},
+    **{"experiments.planned_run": "experiments.folder", "experiments.points": "experiments.folder"},
+}
 ROOM_OF |= {
     "grouped": "algorithm",
     "metrics": "task",

@@ -27,7 +27,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def quick(request, monkeypatch):
     """No figures where a test does not ask for them."""
     if "figures" not in request.fixturenames:
-        for name in ("png", "svg"):
+        for name in ("png", "svg", "pdf"):
             monkeypatch.setattr(plots, name, lambda figure: b"")
 
 

@@ -143,7 +143,7 @@ def test_the_page_loads_without_an_error_and_without_the_network(view, folder):
     assert page.said == []
     assert page.title() == "Seen in a browser"
     assert minutes(page) == expected(folder / "one")
-    assert page.locator(".plot .main-svg").count() >= 3
+    assert page.locator(".plot .main-svg").count() >= 2
     assert page.locator("img").evaluate("image => image.naturalWidth") > 300
     assert "FAdamGC <&>" in page.locator("table").inner_text()
 
@@ -165,7 +165,7 @@ def test_a_slider_prices_as_the_cost_model_does(view, folder, slowest):
     results = read_results(folder / "one", cost)
     assert best == [line[2].text for line in results_table(results).rows if line[2].bold]
     ends = "boxes => Math.max(...boxes[0].data.map(trace => Math.max(...trace.x)))"
-    last = page.eval_on_selector_all('[data-axis="minutes"]', ends)
+    last = page.eval_on_selector_all('[data-plot="1"]', ends)
     longest = max(
         math.fsum(r.simulated_seconds for r in run.history) / 60
         for runs in results.runs.values()
@@ -187,11 +187,41 @@ def test_a_step_may_cost_nothing(view, folder):
 def test_methods_can_be_hidden(view):
     page = view("one")
     count = "boxes => boxes.map(box => box.data.length)"
-    assert page.eval_on_selector_all(".plot", count) == [6, 6, 6]
+    assert page.eval_on_selector_all(".plot", count) == [6, 6]
     page.uncheck('input[data-method="FAdamGC <&>"]')
-    assert page.eval_on_selector_all(".plot", count) == [4, 4, 4]
+    assert page.eval_on_selector_all(".plot", count) == [4, 4]
     page.check('input[data-method="FAdamGC <&>"]')
-    assert page.eval_on_selector_all(".plot", count) == [6, 6, 6]
+    assert page.eval_on_selector_all(".plot", count) == [6, 6]
+    assert page.said == []
+
+
+def test_the_quantity_and_the_axes_can_be_chosen(view):
+    page = view("one")
+    titles = "boxes => boxes.map(box => [box.layout.yaxis.title.text, box.layout.xaxis.title.text])"
+    assert page.eval_on_selector_all(".plot", titles) == [
+        ["test accuracy", "round"],
+        ["test accuracy", "simulated minutes"],
+    ]
+    page.select_option("[data-y]", "train_loss")
+    page.select_option('[data-x="0"]', "bytes")
+    page.select_option('[data-x="1"]', "wall")
+    assert page.eval_on_selector_all(".plot", titles) == [
+        ["train loss", "megabytes"],
+        ["train loss", "wall clock seconds"],
+    ]
+    assert page.said == []
+
+
+def test_the_page_is_dark_where_the_reader_wants_it(view):
+    page = view("one")
+    colours = """() => [getComputedStyle(document.body).backgroundColor,
+        document.querySelector(".plot").layout.font.color]"""
+    light = page.evaluate(colours)
+    page.emulate_media(color_scheme="dark")
+    page.wait_for_function(f"document.querySelector('.plot').layout.font.color !== '{light[1]}'")
+    assert page.evaluate(colours)[0] != light[0]
+    page.set_viewport_size({"width": 400, "height": 800})
+    page.wait_for_function("document.documentElement.scrollWidth <= 400")
     assert page.said == []
 
 

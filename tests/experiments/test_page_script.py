@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
-import re
-import shutil
-import subprocess
-from pathlib import Path
-from types import SimpleNamespace
+import statistics
+from itertools import accumulate
 
 import pytest
 
-from fadamgc.experiments.report.numbers import (
-    ReportedExperiment,
-    read_results,
-)
+from fadamgc.experiments.report.numbers import ReportedExperiment, curves, mean_curves, read_results
 from fadamgc.experiments.report.page import page
+from fadamgc.experiments.report.plots import colour, value_limits
 from fadamgc.experiments.report.tables import (
     DASH,
     pricing,
@@ -25,51 +19,11 @@ from fadamgc.experiments.report.tables import (
 from fadamgc.experiments.report.write import write_report
 from fadamgc.experiments.run.runner import run_spec
 from fadamgc.experiments.spec.toml_io import parse_spec
+from page_script import drawn
 from reported import forge
+from tiny_experiments import TINY, spec_of
 
 pytestmark = pytest.mark.usefixtures("quick")
-
-
-STUB = """
-const fs = require("fs"), vm = require("vm");
-const [data, script] = JSON.parse(fs.readFileSync(0, "utf8"));
-const nodes = {}, plots = {};
-function node(id) {
-  return nodes[id] ??= {
-    id, value: "0", min: "-3", textContent: "", dataset: {}, tagName: "DIV",
-    classList: { toggle: () => {} }, addEventListener: () => {}, querySelector: (s) => node(s),
-  };
-}
-nodes.experiments = { textContent: data };
-const document = { getElementById: node, querySelectorAll: () => [] };
-const Plotly = { react: (box, traces, layout) => { plots[box.id] = { traces, layout }; } };
-const said = {}, context = { document, Plotly, Number, Math, JSON, console, said };
-const further = `
-  const experiment = EXPERIMENTS[0];
-  said.pricing = pricing(experiment);
-  said.priced = experiment.methods.map((method) => method.runs.map((run) => price(experiment, run)));
-`;
-vm.runInNewContext(script + further, context);
-const names = Object.keys(nodes).filter((name) => name.startsWith("[data-minutes"));
-const minutes = names.map((name) => nodes[name].textContent);
-console.log(JSON.stringify({ minutes, plots, ...said }));
-"""
-
-
-def drawn(folder):
-    """What the page's script does, with a stand-in for the browser."""
-    node = shutil.which("node")
-    if node is None:
-        playwright = pytest.importorskip("playwright", reason="there is no node to run the page's script")
-        node = str(Path(playwright.__file__).parent / "driver" / "node")
-    html = (folder / "report.html").read_text()
-    data = re.search(r'<script type="application/json" id="experiments">(.*?)</script>', html, re.DOTALL)
-    script = html.rsplit("<script>", 1)[1].split("</script>")[0]
-    done = subprocess.run(
-        [node, "-e", STUB], input=json.dumps([data[1], script]), capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
-    return SimpleNamespace(**json.loads(done.stdout))
 
 
 @pytest.mark.parametrize("metrics", [[math.inf, math.nan], [math.nan, 1e-4]])
@@ -123,7 +77,7 @@ def test_the_script_of_the_page_draws_negative_numbers(copy):
     for label in ("FedAvg", "SCAFFOLD"):
         forge(copy, [-1.0, -3.0], label)
     write_report(copy)
-    plot = drawn(copy).plots['[data-axis="round"]']
+    plot = drawn(copy).plots['[data-plot="0"]']
     assert plot["layout"]["yaxis"]["type"] == "linear"
     assert plot["traces"][1]["y"] == [-2.0] * 6
 
@@ -134,3 +88,78 @@ def test_the_page_has_only_numbers_that_json_allows(copy):
     (copy / "report.html").write_text(page("title", [ReportedExperiment("title", results)]))
     assert drawn(copy).minutes == [line[2].text for line in results_table(results).rows]
     assert results_table(results).rows[0][2].text == DASH
+
+
+# What curves show, and over what.
+
+
+@pytest.fixture(scope="module")
+def by_client(tmp_path_factory):
+    """An experiment with the metric of each client, and its report."""
+    folder = tmp_path_factory.mktemp("clients") / "out"
+    run_spec(spec_of(TINY).replace("run", eval_clients=True, rounds=6), folder, workers=1, quiet=True)
+    return folder, write_report(folder)
+
+
+def expected(results, value, label="LocalAdam"):
+    """A mean over the runs of a method, for each round."""
+    histories = [run.history for run in results.runs[label]]
+    return [statistics.fmean(map(value, records)) for records in zip(*histories, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("y", "value", "kind"),
+    [
+        ("metric", lambda record: 100 * record.test_metric, "linear"),
+        ("train_loss", lambda record: math.log(record.train_loss), "log"),
+        ("test_loss", lambda record: math.log(record.test_loss), "log"),
+        ("metrics clients: spread", lambda record: 100 * record.metrics["clients: spread"], "linear"),
+        (
+            "metrics clients: worst tenth",
+            lambda record: 100 * record.metrics["clients: worst tenth"],
+            "linear",
+        ),
+    ],
+)
+def test_the_curves_show_what_was_chosen(by_client, y, value, kind):
+    folder, results = by_client
+    for plot in drawn(folder, y=y).plots.values():
+        shown = plot["traces"][1]["y"]
+        assert plot["layout"]["yaxis"]["type"] == kind
+        assert (list(map(math.log, shown)) if kind == "log" else shown) == pytest.approx(
+            expected(results, value), rel=1e-4
+        )
+        assert bool(plot["layout"]["shapes"]) == (y == "metric")  # the target
+    assert f'<option value="{y}">' in (folder / "report.html").read_text()
+
+
+def test_the_curves_are_over_the_chosen_axes(by_client):
+    folder, results = by_client
+    runs = results.runs["LocalAdam"]
+    sums = {
+        "round": [range(1, 7)],
+        "minutes": [accumulate(r.simulated_seconds / 60 for r in run.history) for run in runs],
+        "bytes": [accumulate((r.bytes_down + r.bytes_up) / 1e6 for r in run.history) for run in runs],
+        "wall": [accumulate(r.wall_seconds for r in run.history) for run in runs],
+    }
+    for pair in (("round", "minutes"), ("bytes", "wall")):
+        for axis, plot in zip(pair, drawn(folder, x=pair).plots.values(), strict=True):
+            means = [statistics.fmean(values) for values in zip(*sums[axis], strict=True)]
+            assert plot["traces"][1]["x"] == pytest.approx(means, rel=1e-4)
+
+
+def test_quantities_that_no_run_has_cannot_be_chosen(copy):
+    write_report(copy)
+    html = (copy / "report.html").read_text()
+    assert '<option value="train_loss">' in html
+    assert "clients: spread" not in html
+
+
+def test_the_page_has_the_limits_and_lines_of_the_figure(by_client):
+    folder, results = by_client
+    low, high = value_limits(mean_curves(results, curves(results)), results.spec.run.target, share=True)
+    for plot in drawn(folder).plots.values():
+        assert plot["layout"]["yaxis"]["range"] == pytest.approx([100 * low, 100 * high])
+        assert "rangemode" not in plot["layout"]["yaxis"]
+        assert {trace["line"]["width"] for trace in plot["traces"][1::2]} == {2}
+        assert [trace["line"]["color"] for trace in plot["traces"][1::2]] == [colour(0), colour(1)]

@@ -101,7 +101,7 @@ def test_labels_are_escaped_in_latex(copy):
         r"\textbackslash{}input\{/etc/passwd\} \textbackslash{}\textbackslash{} \textbackslash{}hline" in tex
     )
     assert r"\textasciitilde{}\textasciicircum{}\textless{}\textgreater{}\textbar{}\#\$\%\&\_\{\}" in tex
-    assert len(tex.splitlines()) == 11
+    assert len(tex.splitlines()) == 12
 
 
 def test_the_name_of_the_metric_is_escaped(copy):

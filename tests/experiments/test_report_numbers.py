@@ -96,7 +96,7 @@ def test_the_table_in_markdown(done):
     text = results_markdown(read_results(done))
     assert "| " + " | ".join(results_table(read_results(done)).header) + " |" in text
     assert "Rounds to 20 %" in text
-    assert text.count("**") == 2 * 3  # the best of rounds, of minutes and of accuracy
+    assert "**" not in text  # with two seeds, the order is not clear
     assert "0.1 Mbps down and 0.05 Mbps up, 0.5 s per local step, 1 s latency" in text
 
 

@@ -10,16 +10,11 @@ import pandas as pd
 import pytest
 
 from command import fadamgc
-from fadamgc import bundle
+from fadamgc import InputError, bundle
 from fadamgc.experiments.folder import ExperimentFolder
-from fadamgc.experiments.report.numbers import (
-    ReportedExperiment,
-)
-from fadamgc.experiments.report.tables import (
-    results_table,
-    summary_markdown,
-)
-from fadamgc.experiments.report.write import write_report
+from fadamgc.experiments.report.numbers import ReportedExperiment, read_results
+from fadamgc.experiments.report.tables import results_table, summary_latex, summary_markdown
+from fadamgc.experiments.report.write import write_report, write_reports
 from fadamgc.experiments.run.runner import run_spec
 from fadamgc.experiments.spec.toml_io import parse_spec
 from reported import SPEC, contents, forge, write_facts
@@ -54,6 +49,26 @@ def test_without_a_target_nothing_is_called_never_reached(tmp_path):
     assert "never" not in summary_markdown([ReportedExperiment("small", results)])
 
 
+def test_latex_of_accuracies_has_the_digits_of_markdown(done):
+    results = read_results(done)
+    tex = summary_latex([ReportedExperiment("tiny", results)], precise_minutes=True)
+    plain = tex.replace(r"\pm", "±").replace("$", "").replace("\\%", "%")
+    for row in results_table(results).rows:
+        mean, std = re.fullmatch(r"(\d+\.\d) ± (\d+\.\d) %", row[3].text).groups()
+        assert f"{mean}% ± {std}%" in plain
+        assert f"& {row[2].text} " in plain  # minutes
+
+
+def test_latex_of_several_experiments_ends_with_the_final_metric(copy):
+    both = [ReportedExperiment(name, read_results(copy)) for name in ("a", "b")]
+    blocks = summary_latex(both, ["rounds"]).split(r"\midrule")[1:]
+    assert [block.split(" & ")[0].strip() for block in blocks] == [
+        "Rounds to target",
+        "Excess objective at the end",
+    ]
+    assert summary_latex(both, ["final", "average"]).count("Excess objective at the end") == 1
+
+
 @pytest.mark.slow
 def test_a_report_elsewhere_leaves_the_folder_as_it_is(copy, tmp_path):
     write_report(copy)
@@ -70,6 +85,34 @@ def test_a_report_elsewhere_leaves_the_folder_as_it_is(copy, tmp_path):
     assert both.exit_code == 0
     assert contents(copy) == before
     assert {"copy", "copy-2", "report.html", "summary.tex"} <= {p.name for p in (tmp_path / "both").iterdir()}
+
+
+def test_a_report_elsewhere_is_never_written_over_what_it_reads(ready, tmp_path):
+    """Nothing is written, neither over a source nor elsewhere, and the message names the folder."""
+    for name in ("a", "b", "study/c", "study/d"):
+        shutil.copytree(ready, tmp_path / name)
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    before = contents(tmp_path)
+    a, b, study = tmp_path / "a", tmp_path / "b", tmp_path / "study"
+    for folders, out in (
+        ([a], a),
+        ([a], tmp_path / "link"),
+        ([a], tmp_path / "b" / ".." / "a"),
+        ([a, b], tmp_path),  # the reports of a and b would be written to OUT/a and OUT/b
+        ([a, b], a),
+        ([study], study),
+        ([study / "c"], study / "c"),
+    ):
+        refused = fadamgc("report", *folders, "--out", out)
+        assert refused.exit_code == 2, refused.output
+        assert "which is only read" in refused.stderr.replace("\n", " ")
+        assert contents(tmp_path) == before
+    with pytest.raises(InputError, match="which is only read; give another folder"):
+        write_report(a, out=a)
+    with pytest.raises(InputError, match="which is only read"):
+        write_reports([a, b], b)
+    assert fadamgc("report", a, "--out", a / "report").exit_code == 0
+    assert {p: data for p, data in contents(tmp_path).items() if a / "report" not in p.parents} == before
 
 
 def test_a_study_can_be_reported_on_elsewhere(ready, tmp_path):

@@ -11,9 +11,10 @@ import torch
 from fadamgc import InputError
 from fadamgc.data import digits
 from fadamgc.errors import FadamgcError
+from fadamgc.experiments.points import Point
 from fadamgc.experiments.run import workers
 from fadamgc.experiments.spec.toml_io import load_spec, parse_spec
-from fadamgc.experiments.tune import Point, points_of, tune, tuning_plan, with_best_steps
+from fadamgc.experiments.tune import points_of, tune, tuning_plan, with_best_steps
 from fadamgc.tasks import build
 from fadamgc.tasks.build import build_task
 from tiny_experiments import QUADRATICS, TINY, spec_of

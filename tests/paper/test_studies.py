@@ -16,13 +16,14 @@ from fadamgc import simulate
 from fadamgc.errors import InputError
 from fadamgc.experiments.folder import ExperimentFolder
 from fadamgc.experiments.planned_run import PlannedRun
+from fadamgc.experiments.points import Point
 from fadamgc.experiments.report.numbers import ReportedExperiment, experiments_frame, read_results
 from fadamgc.experiments.report.plots import summary_figure
 from fadamgc.experiments.report.tables import summary_latex, summary_markdown
 from fadamgc.experiments.run import execution
 from fadamgc.experiments.run.runner import open_folder, run_spec
 from fadamgc.experiments.spec.sections import TuneSpec
-from fadamgc.experiments.tune import Point, _raced, tune
+from fadamgc.experiments.tune import _raced, tune
 from fadamgc.paper.study import SCALES, load_study, parse_study, studies
 from fadamgc.tasks.build import build_task
 from places import ROOT
@@ -412,10 +413,10 @@ def test_summaries_show_what_was_reached_and_what_was_not(experiments):
     assert frame["runs_reached"].tolist() == [0, 0, 2, 2]
     text = summary_markdown(experiments)
     assert "| four | never (0/2) | never (0/2) |" in text
-    assert "| two | **1.0 ± 0.0** | **1.0 ± 0.0** |" in text
+    assert "| two | 1.0 ± 0.0 | 1.0 ± 0.0 |" in text  # equal: none is best
     tex = summary_latex(experiments)
-    assert r"\mathbf{1.0} \pm 0.0" in tex
+    assert r"$1.0 \pm 0.0$ & $1.0 \pm 0.0$" in tex
     assert "never (0/2)" in tex
-    assert tex.count(r"\\") == 1 + 2 * len(experiments)
+    assert tex.count(r"\\") == 1 + 3 * len(experiments)  # rounds, minutes, final
     drawn = summary_figure(experiments, "clients", "title")
     assert len(drawn.axes) == 2

@@ -68,7 +68,7 @@ def report(
     - `fadamgc report out/main-cifar10-laptop out/main-cifar100-laptop --out out/both`
     """
     from fadamgc.experiments.folder import SPEC, ExperimentFolder
-    from fadamgc.experiments.report.write import write_report, write_reports
+    from fadamgc.experiments.report.write import check_elsewhere, write_report, write_reports
     from fadamgc.paper.study import read_study, write_study_report
 
     targets: dict[Path, Path] = {}  # by the folder of each experiment: the folder of its report
@@ -80,6 +80,8 @@ def report(
             targets[folder] = target
         else:
             targets |= {path: target / path.name for path in inside}
+    if out is not None:
+        check_elsewhere([out, *targets.values()], [*folders, *targets])
     links = {"down_mbps": down_mbps, "up_mbps": up_mbps, "latency": latency}
     links |= {"group_down_mbps": group_down_mbps, "group_up_mbps": group_up_mbps}
     cost = links | {"seconds_per_step": seconds_per_step, "per_round": per_round}
@@ -297,9 +299,10 @@ def partition(
 
 def show(results: Results, folder: Path, seconds: float | None = None) -> None:
     """Print the table of an experiment and the path of its report."""
+    from fadamgc.experiments.report.numbers import CLEARLY_BEST
     from fadamgc.experiments.report.tables import caption, results_table
 
-    terminal().print(results_table(results).to_rich(caption(results)))
+    terminal().print(results_table(results).to_rich(caption(results), CLEARLY_BEST))
     for reason in chain(*results.damaged.values()):
         say(f"warning: {reason}; the tables are without this run, `fadamgc run --resume` runs it again")
     if results.missing:

@@ -41,8 +41,8 @@ TUNED_SPEC = "tuned.toml"
 # Everything that an experiment writes, except runs; --overwrite removes these and nothing else.
 FILES = (
     *(SPEC, PARTITION, TUNING_TABLE, TUNED_SPEC, "results.csv", "results.md", "results.tex"),
-    *("curves.csv", "rounds.png", "minutes.png", "curves.png", "rounds.svg", "minutes.svg", "curves.svg"),
-    "report.html",
+    *(f"{name}.{ending}" for name in ("rounds", "minutes", "curves") for ending in ("png", "svg", "pdf")),
+    *("curves.csv", "report.html"),
 )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from statistics import fmean
@@ -18,6 +18,7 @@ from fadamgc.errors import FadamgcError, InputError
 from fadamgc.escape import csv_bytes
 from fadamgc.experiments.folder import TUNED_SPEC, TUNING, TUNING_TABLE
 from fadamgc.experiments.planned_run import PlannedRun
+from fadamgc.experiments.points import Point, Values, grid_end, is_number, points_table, shown_values
 from fadamgc.experiments.report.numbers import mean_of
 from fadamgc.experiments.run.runner import Runner
 from fadamgc.experiments.spec.sections import MethodSpec, Spec, TuneSpec
@@ -25,49 +26,10 @@ from fadamgc.federation.run import Run
 from fadamgc.files import write_atomic
 
 AT_ONCE = 2  # points of each method that a race tries with more seeds before it ranks them again
-COLUMNS = {  # of tuning.csv, by the fields of a Point
-    **{"label": "method", "tried": "rounds_tried"},
-    **{"seeds": "seeds_tried", "reached": "seeds_reached", "rounds": "rounds_to_target"},
-    **{"final": "final_metric", "diverged": "seeds_diverged"},
-}
 
-Values: TypeAlias = tuple[tuple[str, Any], ...]  # hyperparameters with their values
 Key: TypeAlias = tuple[str, Values, int]  # label, values, rounds
 Grids: TypeAlias = Mapping[str, Sequence[Values]]  # by label: the points of its grid
 Try: TypeAlias = Callable[[int, Grids, Sequence[int]], "list[Point]"]  # rounds, points, seeds
-
-
-@dataclass(frozen=True)
-class Point:
-    """The result of one point of a method's grid, over the seeds of [tune]."""
-
-    label: str
-    values: Values
-    reached: int  # seeds that reached the target
-    rounds: float | None  # to the target, mean over those seeds
-    final: float | None  # metric at the end, mean over the seeds that did not diverge
-    diverged: int  # seeds whose updates or final metric were not finite
-    goal: str  # "max" if a high metric is good, "min" if a low one is
-    tried: int = 0  # rounds for which it was tried
-    seeds: int = 1  # number of seeds with which it was tried
-
-    def rank(self) -> tuple[Any, ...]:
-        """Return the place in the order of choice, smallest first.
-
-        First come the points that were tried for the most rounds, then those with the most seeds at the
-        target, the fewest rounds to it, the fewest diverged seeds, the best metric at the end.
-        """
-        final = math.inf if self.final is None else self.final * (-1 if self.goal == "max" else 1)
-        rounds = math.inf if self.rounds is None else self.rounds
-        last = tuple((isinstance(value, str), value) for _, value in self.values)
-        return (-self.tried, -self.reached, rounds, self.diverged, final, last)
-
-    def at_best(self, seeds: int, least: int) -> tuple[Any, ...]:
-        """Bound the rank with ``seeds`` seeds from below, if no seed needs fewer than ``least`` rounds."""
-        more = seeds - self.seeds
-        reached = self.reached + more
-        total = self.reached * (self.rounds or 0.0) + more * least
-        return (-self.tried, -reached, total / reached if reached else math.inf, self.diverged, -math.inf)
 
 
 @dataclass(frozen=True)
@@ -82,25 +44,11 @@ class Tuned:
     @property
     def chosen(self) -> dict[str, str]:
         """The chosen values of each method, in words."""
-        return {point.label: _shown(point.values) for point in self.best}
+        return {point.label: shown_values(point.values) for point in self.best}
 
     def to_pandas(self) -> pd.DataFrame:
         """Make a table of the grid, one row per point; ``chosen`` marks those in the spec."""
-        names = list(dict.fromkeys(name for p in self.points for name, _ in p.values))
-        rows = [{"label": p.label, **dict(p.values), **asdict(p)} for p in self.points]
-        columns = ["label", *names, *list(COLUMNS)[1:]]
-        frame = pd.DataFrame(rows)[columns].rename(columns=COLUMNS)
-        return frame.assign(chosen=[point in self.best for point in self.points])
-
-
-def _shown(values: Values) -> str:
-    return ", ".join(
-        f"{name}={value:g}" if _is_number(value) else f"{name}={value}" for name, value in values
-    )
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+        return points_table(self.points, self.best)
 
 
 def tune(
@@ -220,7 +168,7 @@ def _planned(
     plan = []
     for method in spec.methods:
         for values in points[method.label]:
-            changed, detail = method.with_(**dict(values)), _shown(values).replace(", ", " ")
+            changed, detail = method.with_(**dict(values)), shown_values(values).replace(", ", " ")
             name = "-".join(f"{key}-{_file_name(value)}" for key, value in values)
             for seed in seeds:
                 planned = PlannedRun.of(short, changed, seed, folder / method.slug / f"{name}-seed{seed}")
@@ -229,7 +177,7 @@ def _planned(
 
 
 def _file_name(value: Any) -> str:
-    return repr(value) if _is_number(value) else re.sub(r"[^A-Za-z0-9.]+", "_", str(value))
+    return repr(value) if is_number(value) else re.sub(r"[^A-Za-z0-9.]+", "_", str(value))
 
 
 def with_best_steps(spec: Spec, points: list[Point]) -> Tuned:
@@ -253,8 +201,7 @@ def with_best_steps(spec: Spec, points: list[Point]) -> Tuned:
             )
         for name, values in grid.grid_of(method).items():
             value = dict(best.values)[name]
-            if len(values) > 1 and _is_number(value) and value in (min(values), max(values)):
-                end = "low" if value == min(values) else "high"
+            if (end := grid_end(value, values)) is not None:
                 notes.append(f"{method.label}: {name}={value:g} is at the {end} end of the grid")
     tuned = Spec(**{**dict(spec), "methods": tuple(methods)})
     return Tuned(tuned, tuple(points), tuple(notes), tuple(chosen))

@@ -185,7 +185,7 @@ def bounds_figure(lines: Sequence[Bound]) -> Figure:
         of_norm = [line for line in lines if line.norm == norm]
         methods = list(dict.fromkeys(line.method for line in of_norm))
         for number, method in enumerate(methods):
-            shade, label = colour(number, len(methods)), printable(method)
+            shade, label = colour(number), printable(method)
             points = sorted((b.n * b.K, b.measured, b.leading) for b in of_norm if b.method == method)
             x, measured, leading = zip(*points, strict=True)
             panel.plot(x, measured, "o", color=shade, label=f"{label}, measured")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from fadamgc.errors import InputError
 from fadamgc.experiments.folder import ExperimentFolder, SavedExperiment
+from fadamgc.experiments.points import Point
 from fadamgc.experiments.spec.sections import STEPS, MethodSpec
 from fadamgc.federation.cost import CostModel
 from fadamgc.federation.run import Run
@@ -27,6 +28,16 @@ MEASURES = {  # fields of a Row, and their titles
     "average": "{metric}, mean over the rounds",
 }
 LARGEST = 1e300  # value that is drawn; an axis needs room above it
+# 97.5 % quantiles of Student's t distribution with 1 to 30 degrees of freedom; more seeds use the last one.
+T95 = (
+    *(12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281),
+    *(2.2010, 2.1788, 2.1604, 2.1448, 2.1314, 2.1199, 2.1098, 2.1009, 2.0930, 2.0860),
+    *(2.0796, 2.0739, 2.0687, 2.0639, 2.0595, 2.0555, 2.0518, 2.0484, 2.0452, 2.0423),
+)
+CLEARLY_BEST = (
+    "Bold: clearly best. The 95 % confidence interval of its paired difference over seeds to the second best "
+    "excludes 0; a run that missed the target counts with all its rounds."
+)
 
 
 # One row per method.
@@ -169,6 +180,74 @@ class Results(SavedExperiment):
             for method in self.spec.methods
         ]
 
+    @cached_property
+    def clearly_best(self) -> dict[str, str | None]:
+        """The label of the clearly best method, by measure; None where the order is not clear."""
+        return {measure: _clearly_best(self, measure) for measure in MEASURES}
+
+
+# The clearly best method; web/page.js has the same rule for the minutes.
+
+
+def _clearly_best(results: Results, measure: str) -> str | None:
+    """Return the method with the best mean if it is clearly ahead of the method with the second best mean.
+
+    That is: it reached the target (or finished) with every seed of the spec, at least two, and the 95 %
+    confidence interval of the paired difference over the seeds that both have excludes 0. Methods of which
+    all runs diverged are behind all others.
+    """
+    sign = -1 if results.high_is_good and measure not in TO_TARGET else 1
+    target, seeds = results.spec.run.target, len(results.spec.run.seeds)
+    if seeds < 2 or (measure in TO_TARGET and target is None):
+        return None
+    by_seed = {
+        label: {r.settings["seed"]: v for r in runs if math.isfinite(v := _value(r, measure, target))}
+        for label, runs in results.runs.items()
+    }
+    ran = [row.method.label for row in results.rows if row.runs]
+    ranked = sorted((sign * mean_of(list(v.values())), label) for label, v in by_seed.items() if v)
+    if not ranked or len(ran) < 2:
+        return None
+    best = ranked[0][1]
+    row = next(row for row in results.rows if row.method.label == best)
+    if (row.reached if measure in TO_TARGET else row.runs - row.diverged) < seeds:
+        return None
+    if len(ranked) == 1:
+        return best
+    rival = by_seed[ranked[1][1]]
+    ahead = [sign * (rival[seed] - value) for seed, value in by_seed[best].items() if seed in rival]
+    return best if is_clear(ahead) else None
+
+
+def _value(run: Run, measure: str, target: float | None) -> float:
+    """Return a measure of a run; NaN if it diverged.
+
+    A run that missed the target counts with all its rounds, which is less than it would have needed.
+    """
+    metrics = [record.test_metric for record in run.history if record.test_metric is not None]
+    if not metrics or measure == "average":
+        return mean_of(metrics) if metrics else math.nan
+    if measure == "final" or target is None:
+        return metrics[-1]
+    reached = run.rounds_to(target)
+    if reached is None and not math.isfinite(metrics[-1]):
+        return math.nan
+    records = run.history[:reached]
+    return len(records) if measure == "rounds" else sum(r.simulated_seconds for r in records) / 60
+
+
+def is_clear(differences: Sequence[float]) -> bool:
+    """Whether the 95 % confidence interval of the mean of paired differences is above 0.
+
+    >>> is_clear([1.0, 1.1, 0.9]), is_clear([1.0, 2.0]), is_clear([1.0])
+    (True, False, False)
+    """
+    count = len(differences)
+    if count < 2:
+        return False
+    mean, std = Spread.of(differences)
+    return mean > T95[min(count - 2, len(T95) - 1)] * std / math.sqrt(count)
+
 
 def read_results(folder: str | Path, cost: Mapping[str, Any] = {}) -> Results:
     """Read the saved runs of a folder, priced by its spec; ``cost`` replaces values of [cost]."""
@@ -270,6 +349,7 @@ class ReportedExperiment(NamedTuple):
     group: str | None = None  # experiments of a group share a row of panels
     axis: str | None = None  # if it differs from the axis of the others
     label_plot: bytes | None = None  # PNG
+    tuning: dict[Point, bool] | str | None = None  # which points were chosen; or why they cannot be read
 
 
 Experiments: TypeAlias = Sequence[ReportedExperiment]

@@ -11,6 +11,7 @@ import functools
 import json
 import math
 from collections import Counter
+from collections.abc import Sequence
 from importlib import resources
 from itertools import accumulate
 from statistics import median
@@ -19,8 +20,8 @@ from typing import Any
 import jinja2
 
 from fadamgc.escape import printable
-from fadamgc.experiments.report.numbers import Experiments, ReportedExperiment, Results
-from fadamgc.experiments.report.plots import colour
+from fadamgc.experiments.report.numbers import T95, Experiments, ReportedExperiment, Results, method_labels
+from fadamgc.experiments.report.plots import EARLY, MARGIN, colour, dash
 from fadamgc.experiments.report.tables import (
     FURTHER,
     extent,
@@ -30,11 +31,14 @@ from fadamgc.experiments.report.tables import (
     pricing,
     results_table,
 )
+from fadamgc.experiments.report.tuning import LEGEND, tuning_maps
 from fadamgc.federation.cost import PerClient
-from fadamgc.federation.run import Run
+from fadamgc.federation.run import Record, Run
 from fadamgc.tasks.sections import CustomTask
 
-AXES = {"round": "Over rounds", "bytes": "Over bytes", "minutes": "Over simulated time"}
+AXES = {"round": "rounds", "minutes": "simulated minutes", "bytes": "megabytes", "wall": "wall clock seconds"}
+FIRST_AXES = ("round", "minutes")  # of the two plots of an experiment
+MOST_NAMED = 12  # named numbers of a metric that can be drawn; first those over clients
 SLIDERS = (  # field of the cost model, text, unit, powers of ten from, to
     ("down_mbps", "Link to the clients", "Mbps", -3, 4),
     ("up_mbps", "Link to the server", "Mbps", -3, 4),
@@ -47,20 +51,22 @@ def page(title: str, experiments: Experiments) -> str:
     """Render the page of one or several experiments."""
     from plotly.offline import get_plotlyjs
 
-    colours: dict[str, str] = {}
-    for experiment in experiments:
-        for number, label in enumerate(experiment.results.runs):
-            colours.setdefault(label, colour(number, len(experiment.results.runs)))
-    data = json.dumps([_data(experiment.results, colours) for experiment in experiments], allow_nan=False)
+    styles = {
+        label: {"colour": colour(number), "dash": dash(number)}
+        for number, label in enumerate(method_labels(experiments))
+    }
+    data = json.dumps([_data(experiment.results, styles) for experiment in experiments], allow_nan=False)
     alone = len(experiments) == 1
     return _template().render(
         title=title,
         subtitle=_subtitle(experiments[0].results) if alone else f"{len(experiments)} experiments",
         style=_file("page.css"),
         scripts=[get_plotlyjs(), _file("page.js")],
-        colours=colours,
+        styles=styles,
         sliders=SLIDERS,
         axes=AXES,
+        first_axes=FIRST_AXES,
+        tuning_legend=LEGEND,
         experiments=[_context(experiment) for experiment in experiments],
         data=data.replace("<", "\\u003c"),
     )
@@ -87,16 +93,18 @@ def _context(experiment: ReportedExperiment) -> dict[str, Any]:
         ", ".join(f"{name} {value}" for name, value in run.environment.items()) for run in runs
     )
     executors = sorted({run.settings["executor"] for run in runs})
-    plot = experiment.label_plot
+    plot, tuning = experiment.label_plot, experiment.tuning
     return {
         "name": experiment.name,
         "table": table,
         "further": further_table(results),
         "further_caption": FURTHER,
-        "colours": [colour(number, len(table.rows)) for number in range(len(table.rows))],
+        "labels": list(results.runs),
+        "quantities": {key: text for key, (text, _) in _quantities(results).items()},
         "legend": legend(results).split(pricing(results), 1),
         "pricing": pricing(results),
-        "logarithmic": results.logarithmic,
+        "tuning": tuning_maps(results, tuning) if isinstance(tuning, dict) else [],
+        "tuning_problem": tuning if isinstance(tuning, str) else None,
         "label_plot": None if plot is None else base64.b64encode(plot).decode(),
         "first_seed": results.spec.run.seeds[0],
         "spec": results.spec.to_toml(),
@@ -114,30 +122,50 @@ def _subtitle(results: Results) -> str:
 # The data that the script draws.
 
 
-def _data(results: Results, colours: dict[str, str]) -> dict[str, Any]:
+def _quantities(results: Results) -> dict[str, tuple[str, str]]:
+    """Return what curves can show: by key, the text and the kind of axis (share, logarithmic or linear)."""
+    metric = printable(results.spec.task.metric)
+    scale = "share" if results.accuracy else "logarithmic" if results.logarithmic else "linear"
+    found = {"metric": (f"test {metric}" if results.accuracy else metric, scale)}
+    records = [record for runs in results.runs.values() for run in runs for record in run.history]
+    for name in ("train_loss", "test_loss"):
+        pairs = [(getattr(record, name), record.test_metric) for record in records]
+        finite = [v for v, _ in pairs if v is not None and math.isfinite(v)]
+        if finite and any(value != metric_value for value, metric_value in pairs):
+            found[name] = (name.replace("_", " "), "logarithmic" if min(finite) > 0 else "linear")
+    names = dict.fromkeys(name for record in records for name in record.metrics)
+    by_client = [name for name in names if name.startswith("clients: ")]
+    for name in [*by_client, *(name for name in names if name not in by_client)][:MOST_NAMED]:
+        share = results.accuracy and name in by_client
+        found[f"metrics {name}"] = (printable(name), "share" if share else "linear")
+    return found
+
+
+def _data(results: Results, styles: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Return an experiment as the script reads it."""
     works: dict[Any, int] = {}
+    quantities = _quantities(results)
     methods = [
         {
             "label": label,
-            "colour": colours[label],
-            "runs": [_run(run, works) for run in runs],
+            **styles[label],
+            "runs": [_run(run, works, list(quantities)[1:]) for run in runs],
             "ended": row.runs,
             "diverged": row.diverged,
         }
         for (label, runs), row in zip(results.runs.items(), results.rows, strict=True)
     ]
-    metric = printable(results.spec.task.metric)
     return {
         "methods": methods,
+        "quantities": {key: {"text": text, "scale": scale} for key, (text, scale) in quantities.items()},
+        "early": EARLY,
+        "margin": MARGIN,
         "works": list(works),
         "seeds": len(results.spec.run.seeds),
+        "t95": T95,
         "target": results.spec.run.target,
         "target_text": results.target,
         "goal": next(run for runs in results.runs.values() for run in runs).goal,
-        "accuracy": results.accuracy,
-        "logarithmic": results.logarithmic,
-        "metric_text": f"test {metric}" if results.accuracy else metric,
         "cost": {
             **{name: _slider_start(getattr(results.cost, name)) for name, *_ in SLIDERS},
             "per_round": results.cost.per_round,
@@ -150,9 +178,10 @@ def _data(results: Results, colours: dict[str, str]) -> dict[str, Any]:
     }
 
 
-def _run(run: Run, works: dict[Any, int]) -> dict[str, Any]:
+def _run(run: Run, works: dict[Any, int], quantities: Sequence[str]) -> dict[str, Any]:
     """Return the rounds of a run; equal rounds share a number in ``works``."""
     work_numbers = []
+    metrics = [record.test_metric for record in run.history if record.test_metric is not None]
     for record in run.history:
         exchanges = []
         for work in record.work:
@@ -165,12 +194,26 @@ def _run(run: Run, works: dict[Any, int]) -> dict[str, Any]:
         "metric": [_finite(record.test_metric) for record in run.history],
         "bytes": list(accumulate(record.bytes_down + record.bytes_up for record in run.history)),
         "seconds": [_finite(record.simulated_seconds) for record in run.history],
+        "wall": [_rounded(record.wall_seconds) for record in run.history],
+        "more": {key: [_rounded(_recorded(record, key)) for record in run.history] for key in quantities},
         "work": work_numbers,
+        "diverged": any(not math.isfinite(value) for value in metrics[-1:]),
     }
 
 
 def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")
+
+
+def _recorded(record: Record, key: str) -> float | None:
+    """Return what a record has under a key of ``_quantities``."""
+    named = key.removeprefix("metrics ")
+    value: float | None = record.metrics.get(named) if named != key else getattr(record, key)
+    return value
 
 
 def _slider_start(value: PerClient) -> float:

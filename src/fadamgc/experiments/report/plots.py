@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import io
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fadamgc.escape import printable
 from fadamgc.experiments.report.numbers import TO_TARGET, Experiments, Results, measure_title, method_labels
@@ -19,22 +20,34 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart; the last method of a spec, its subject,
-# is red.
-COLOURS = ("#0072B2", "#56B4E9", "#009E73", "#E69F00", "#CC79A7", "#7F7F7F", "#000000")
-SUBJECT = "#D62728"
+# Colours that colour-blind readers can tell apart (Okabe and Ito's, and a grey), on white and on black.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#56B4E9", "#CC79A7", "#7F7F7F")
+DASHES = ((), (5, 2), (1.5, 1.5), (6, 2, 1.5, 2))  # lengths of lines and gaps; the next for every 7 methods
+WIDTH = 1.6  # of all lines, in points
 AXIS_TITLES = {"round": "round", "minutes": "simulated minutes"}
-FULL_SCALE = 0.7  # accuracies above this are shown on an axis up to 100 %
+EARLY = 0.2  # share of the rounds, in which curves are steep, that does not count for the limits of an axis
+MARGIN = 0.06  # of an axis, above and below the curves
 
 
-def colour(number: int, count: int) -> str:
-    """Return the colour of a method, by its number in a spec of ``count`` methods."""
-    return SUBJECT if number == count - 1 else COLOURS[number % len(COLOURS)]
+def colour(number: int) -> str:
+    """Return the colour of a method, by its number."""
+    return COLOURS[number % len(COLOURS)]
+
+
+def dash(number: int) -> tuple[float, ...]:
+    """Return the dash pattern of a method, by its number; () is a solid line."""
+    return DASHES[number // len(COLOURS) % len(DASHES)]
+
+
+def line_style(number: int) -> dict[str, Any]:
+    """Return the arguments of a line for matplotlib, by the number of its method."""
+    pattern = dash(number)
+    return {"color": colour(number), "linewidth": WIDTH, "linestyle": (0, pattern) if pattern else "-"}
 
 
 def image_files(name: str, figure: Figure) -> dict[str, bytes]:
-    """Render a figure as NAME.png and NAME.svg."""
-    return {f"{name}.png": png(figure), f"{name}.svg": svg(figure)}
+    """Render a figure as NAME.png, NAME.svg and NAME.pdf."""
+    return {f"{name}.png": png(figure), f"{name}.svg": svg(figure), f"{name}.pdf": pdf(figure)}
 
 
 def png(figure: Figure) -> bytes:
@@ -51,6 +64,16 @@ def svg(figure: Figure) -> bytes:
     buffer = io.BytesIO()
     with rc_context({"svg.hashsalt": "fadamgc"}):
         figure.savefig(buffer, format="svg", metadata={"Date": None})
+    return buffer.getvalue()
+
+
+def pdf(figure: Figure) -> bytes:
+    """Render a figure as PDF with its fonts (Type 42); the same figure gives the same bytes."""
+    from matplotlib import rc_context
+
+    buffer = io.BytesIO()
+    with rc_context({"pdf.fonttype": 42}):
+        figure.savefig(buffer, format="pdf", metadata={"CreationDate": None})
     return buffer.getvalue()
 
 
@@ -91,28 +114,45 @@ def curves_figure(results: Results, averages: Mapping[str, pd.DataFrame], axes: 
 
 
 def _draw_curves(panel: Axes, results: Results, averages: Mapping[str, pd.DataFrame], x: str) -> None:
-    from matplotlib.ticker import PercentFormatter
-
-    count, target = len(results.runs), results.spec.run.target
+    target = results.spec.run.target
     for number, label in enumerate(results.runs):
         if label not in averages:
             continue
-        curve, shade, subject = averages[label], colour(number, count), number == count - 1
-        width, text = 2.4 if subject else 1.5, printable(label)
-        panel.plot(curve[x], curve["mean"], color=shade, linewidth=width, label=text, zorder=3 + subject)
-        panel.fill_between(curve[x], curve["low"], curve["high"], color=shade, alpha=0.12, linewidth=0)
+        curve, style = averages[label], line_style(number)
+        panel.plot(curve[x], curve["mean"], label=printable(label), zorder=3, **style)
+        panel.fill_between(
+            curve[x], curve["low"], curve["high"], color=style["color"], alpha=0.12, linewidth=0
+        )
     if target is not None:
         name = f"target {results.target}"
-        panel.axhline(target, color="0.35", linewidth=1, linestyle=(0, (4, 3)), label=name)
+        panel.axhline(target, color="0.35", linewidth=1, linestyle=(0, (1, 2)), label=name)
     if results.accuracy:
-        panel.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0, symbol=" %"))
-        highest = max([*(curve["high"].max() for curve in averages.values()), target or 0.0])
-        panel.set_ylim(0, 1 if highest > FULL_SCALE else 1.1 * highest or 1)
-    elif results.logarithmic:
+        panel.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.4g} %")
+    if results.logarithmic:
         panel.set_yscale("log", nonpositive="mask")
+    elif averages:
+        panel.set_ylim(*value_limits(averages, target, results.accuracy))
     panel.set_xlim(0, max((curve[x].max() for curve in averages.values()), default=1))
     panel.set_xlabel(AXIS_TITLES[x])
+    panel.ticklabel_format(axis="x", scilimits=(-2, 5))  # long numbers would overlap
     tidy(panel)
+
+
+def value_limits(
+    averages: Mapping[str, pd.DataFrame], target: float | None, share: bool
+) -> tuple[float, float]:
+    """Return the limits of a linear axis that shows the curves after their first rounds, and the target.
+
+    ``share``: the values are shares, from 0 to 1. web/page.js has the same rule.
+    """
+    first = EARLY * max(curve["round"].max() for curve in averages.values())
+    late = [curve[(curve["round"] > first) | (curve.index == curve.index[-1])] for curve in averages.values()]
+    values = [value for curve in late for value in (curve["low"].min(), curve["high"].max())]
+    values += [] if target is None else [target]
+    low, high = min(values), max(values)
+    margin = MARGIN * (high - low) or 0.5 * abs(high) or 1.0
+    low, high = low - margin, high + margin
+    return (max(low, 0.0), min(high, 1.0)) if share else (low, high)
 
 
 def summary_figure(
@@ -131,7 +171,7 @@ def summary_figure(
             _draw_measure(panel, members, labels, measure)
             panel.set_xlabel(printable(members[0].axis or axis), parse_math=False)
             if group is not None:
-                panel.set_title(printable(group), fontsize=10, parse_math=False)
+                panel.set_title(textwrap.fill(printable(group), 44), fontsize=10, parse_math=False)
     _add_texts(figure, title)
     return figure
 
@@ -149,11 +189,12 @@ def _draw_measure(panel: Axes, experiments: Experiments, labels: Sequence[str], 
         if points:
             x, means, bars = zip(*points, strict=True)
             positive = positive or max(means) > 0
-            shade = colour(number, len(labels))
-            panel.errorbar(*(x, means), yerr=bars, label=printable(label), color=shade, marker="o", capsize=3)
-    panel.set_ylabel(printable(measure_title(experiments, measure).lower()), parse_math=False)
+            style = line_style(number)
+            panel.errorbar(x, means, yerr=bars, label=printable(label), marker="o", capsize=3, **style)
+    title = textwrap.fill(printable(measure_title(experiments, measure).lower()), 32)
+    panel.set_ylabel(title, parse_math=False)
     if measure in TO_TARGET or experiments[0].results.accuracy:
-        panel.set_ylim(bottom=0)
+        panel.set_ylim(bottom=max(0.0, panel.get_ylim()[0]))
     elif positive:
         panel.set_yscale("log")
     values = sorted({experiment.value for experiment in experiments if experiment.value is not None})

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from fadamgc import escape
 from fadamgc.escape import printable
 from fadamgc.experiments.report import numbers
-from fadamgc.experiments.report.numbers import TO_TARGET, Experiments, Results, Row, Spread
+from fadamgc.experiments.report.numbers import CLEARLY_BEST, TO_TARGET, Experiments, Results, Row, Spread
 
 if TYPE_CHECKING:
     import rich.table
@@ -45,9 +45,12 @@ class Table:
         lines.insert(1, "|" + "".join(MARKDOWN_ALIGNMENT[side] for side in self.align))
         return "\n".join(lines) + "\n"
 
-    def to_latex(self, group: int) -> str:
-        """Render the table as a LaTeX tabular (needs booktabs), with a rule above every ``group`` rows."""
-        lines = [rf"\begin{{tabular}}{{{self.align}}}", r"\toprule"]
+    def to_latex(self, group: int, note: str) -> str:
+        """Render the table as a LaTeX tabular (needs booktabs), with a rule above every ``group`` rows.
+
+        The note is a comment in the file, for the caption of the table.
+        """
+        lines = [f"% {escape.printable(note)}", rf"\begin{{tabular}}{{{self.align}}}", r"\toprule"]
         lines.append(" & ".join(map(escape.latex, self.header)) + r" \\")
         for number, row in enumerate(self.rows):
             if number % group == 0:
@@ -55,12 +58,13 @@ class Table:
             lines.append(" & ".join(map(_latex_cell, row)) + r" \\")
         return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"]) + "\n"
 
-    def to_rich(self, title: str) -> rich.table.Table:
-        """Render the table for a terminal."""
+    def to_rich(self, title: str, note: str = "") -> rich.table.Table:
+        """Render the table for a terminal, with a note below it."""
         from rich.table import Table as RichTable
         from rich.text import Text
 
-        table = RichTable(title=Text(title), title_justify="left")
+        table = RichTable(title=Text(title), title_justify="left", caption_justify="left")
+        table.caption = Text(note, style="dim") if note else None
         for text, side in zip(self.header, self.align, strict=True):
             table.add_column(Text(text), justify="left" if side == "l" else "right", no_wrap=side == "l")
         for row in self.rows:
@@ -121,24 +125,21 @@ def _three_digits(column: Sequence[float]) -> str:
 def results_table(results: Results) -> Table:
     """Tabulate an experiment, one row per method.
 
-    Only a method that reached the target with every seed can be the fastest.
+    Bold cells are those of ``Results.clearly_best``.
     """
     rows, accuracy = results.rows, results.accuracy
-    finals = [row.final.mean for row in rows if not math.isnan(row.final.mean) and not row.diverged]
-    best_final = (max if results.high_is_good else min)(finals, default=None)
     scale, form, unit = (100, ".1f", " %") if accuracy else (1, ".2e", "")
     minutes = _three_digits([row.minutes.mean for row in rows])
     mb = _three_digits([row.mb for row in rows])
     lines = []
     for row in rows:
         final = Spread(scale * row.final.mean, scale * row.final.std)
-        best = not row.diverged and row.final.mean == best_final
         lines.append(
             [
                 Cell(printable(row.method.label) + _run_count(row, results)),
                 to_target(results, row, "rounds", ".1f", " reached"),
                 to_target(results, row, "minutes", minutes, " reached"),
-                final_cell(row, final, form, unit, best),
+                final_cell(row, final, form, unit, _is_best(results, row, "final")),
                 Cell(DASH if math.isnan(row.mb) else f"{row.mb:{mb}}"),
             ]
         )
@@ -164,21 +165,11 @@ def to_target(results: Results, row: Row, measure: str, form: str = ".1f", word:
     if not row.reached:
         return Cell(f"never (0/{row.runs}{more})")
     note = "" if row.reached == row.runs else f"{row.reached}/{row.runs}{word}{more}"
-    complete = row.reached == len(results.spec.run.seeds)
-    spread: Spread = getattr(row, measure)
-    return number(spread, form, note, complete and spread.mean == _best(results, measure))
+    return number(getattr(row, measure), form, note, _is_best(results, row, measure))
 
 
-def _best(results: Results, measure: str) -> float:
-    """Return the best mean of the methods that reached the target, or finished, with every seed."""
-    reach = measure in TO_TARGET
-    means: list[float] = [
-        mean
-        for row in results.rows
-        if (row.reached if reach else row.runs - row.diverged) == len(results.spec.run.seeds)
-        and not math.isnan(mean := getattr(row, measure).mean)
-    ]
-    return (max if results.high_is_good and not reach else min)(means, default=math.nan)
+def _is_best(results: Results, row: Row, measure: str) -> bool:
+    return results.clearly_best[measure] == row.method.label
 
 
 def final_cell(row: Row, final: Spread, form: str, unit: str = "", bold: bool = False) -> Cell:
@@ -232,7 +223,7 @@ def legend(results: Results) -> str:
     return (
         "Mean ± sample standard deviation over seeds; rounds and minutes over the seeds that reached the "
         f"target. Minutes are simulated: {pricing(results)}. "
-        f"MB per round: down and up, all clients together.{_diverged_note(results.rows)}"
+        f"MB per round: down and up, all clients together. {CLEARLY_BEST}{_diverged_note(results.rows)}"
     )
 
 
@@ -271,8 +262,8 @@ def _range(value: float | tuple[float, ...]) -> str:
 def summary_table(experiments: Experiments, measure: str, precise_minutes: bool = False) -> Table:
     """Tabulate a measure, one row per experiment and one column per method.
 
-    Only a method that reached the target with every seed can be the best; or that finished with every seed,
-    where the measure is the metric. ``precise_minutes``: with the digits of ``results_table``.
+    Bold cells are those of ``Results.clearly_best``. ``precise_minutes``: with the digits of
+    ``results_table``.
     """
     labels = numbers.method_labels(experiments)
     lines = []
@@ -295,8 +286,8 @@ def _metric_cell(results: Results, row: Row, measure: str) -> Cell:
     note = "" if finished == seeds else f"{finished}/{seeds}"
     if note and row.diverged:
         note += f", {row.diverged} {DIVERGED}"
-    bold = finished == seeds and spread.mean == _best(results, measure)
-    return number(spread, ".1%" if results.accuracy else ".2e", note, bold)
+    form, bold = ".1%" if results.accuracy else ".2e", _is_best(results, row, measure)
+    return number(spread, form, note, bold)
 
 
 def summary_markdown(experiments: Experiments, measures: Sequence[str] = TO_TARGET) -> str:
@@ -305,7 +296,7 @@ def summary_markdown(experiments: Experiments, measures: Sequence[str] = TO_TARG
     did = "reached the target" if set(measures) <= set(TO_TARGET) else "finished"
     note = (
         f"Mean ± sample standard deviation over the seeds that {did}; (k/n): k of n seeds did. "
-        "Bold: the best of the methods that did with every seed."
+        + CLEARLY_BEST
         + _diverged_note(row for experiment in experiments for row in experiment.results.rows)
     )
     return "\n".join([*tables, f"{note}\n"])
@@ -314,11 +305,12 @@ def summary_markdown(experiments: Experiments, measures: Sequence[str] = TO_TARG
 def summary_latex(
     experiments: Experiments, measures: Sequence[str] = TO_TARGET, precise_minutes: bool = False
 ) -> str:
-    """Render the tables of several experiments as one LaTeX tabular."""
+    """Render the tables of several experiments as one LaTeX tabular; the last rows are the final metric."""
     lines = []
-    for measure in measures:
+    for measure in dict.fromkeys((*measures, "final")):
         table = summary_table(experiments, measure, precise_minutes)
         titles = [table.header[0]] + [""] * (len(table.rows) - 1)
         lines += [[Cell(title), *row] for title, row in zip(titles, table.rows, strict=True)]
     labels = numbers.method_labels(experiments)
-    return Table(["Measure", "Data", *labels], lines, "ll" + "c" * len(labels)).to_latex(len(experiments))
+    table = Table(["Measure", "Data", *labels], lines, "ll" + "c" * len(labels))
+    return table.to_latex(len(experiments), f"Mean and sample standard deviation. {CLEARLY_BEST}")

@@ -14,11 +14,14 @@ from fadamgc.experiments.report.numbers import TO_TARGET, Experiments, ReportedE
 from fadamgc.experiments.report.page import page
 from fadamgc.experiments.report.plots import curves_figure, image_files, summary_figure
 from fadamgc.experiments.report.tables import results_markdown, summary_latex, summary_markdown
+from fadamgc.experiments.report.tuning import read_tuning
 from fadamgc.files import write_atomic
 
 
 def write_report(folder: str | Path, cost: Mapping[str, Any] = {}, out: str | Path | None = None) -> Results:
     """Write the report of an experiment into its folder or ``out``; ``cost`` replaces values of [cost]."""
+    if out is not None:
+        check_elsewhere([out], [folder])
     experiment = read_experiment(folder, cost)
     results = experiment.results
     by_name = experiment._replace(name=results.spec.name)
@@ -27,7 +30,7 @@ def write_report(folder: str | Path, cost: Mapping[str, Any] = {}, out: str | Pa
     files = {
         "results.csv": escape.csv_bytes(numbers.summary_frame(results)),
         "results.md": results_markdown(results).encode(),
-        "results.tex": summary_latex([by_name], (*TO_TARGET, "final"), precise_minutes=True).encode(),
+        "results.tex": summary_latex([by_name], precise_minutes=True).encode(),
         "curves.csv": escape.csv_bytes(rounds),
     }
     for name, axes in (("rounds", ("round",)), ("minutes", ("minutes",)), ("curves", ("round", "minutes"))):
@@ -40,14 +43,32 @@ def write_report(folder: str | Path, cost: Mapping[str, Any] = {}, out: str | Pa
     return results
 
 
+def check_elsewhere(targets: Iterable[str | Path], sources: Iterable[str | Path]) -> None:
+    """Refuse to write a report over the files of an experiment that it is only to read."""
+    read_only = {Path(source).resolve() for source in sources}
+    for target in targets:
+        if Path(target).resolve() in read_only:
+            raise InputError(
+                f"out: a report would be written over {str(target)!r}, which is only read; give another "
+                "folder, or no folder to write the report of an experiment into its own"
+            )
+
+
 def read_experiment(folder: str | Path, cost: Mapping[str, Any] = {}) -> ReportedExperiment:
-    """Read the experiment in a folder, under its title, with the plot of its labels."""
+    """Read the experiment in a folder, under its title, with the plot of its labels and its tuning."""
     results, plot = numbers.read_results(folder, cost), Path(folder) / PARTITION
-    return ReportedExperiment(results.title, results, label_plot=plot.read_bytes() if plot.exists() else None)
+    return ReportedExperiment(
+        results.title,
+        results,
+        label_plot=plot.read_bytes() if plot.exists() else None,
+        tuning=read_tuning(Path(folder), results),
+    )
 
 
 def write_reports(folders: Iterable[str | Path], out: str | Path, cost: Mapping[str, Any] = {}) -> list[Path]:
     """Write one page and one set of tables for the experiments in several folders."""
+    folders = list(folders)
+    check_elsewhere([out], folders)
     experiments = [read_experiment(folder, cost) for folder in folders]
     return write_summary(out, experiments, title=", ".join(experiment.name for experiment in experiments))
 

@@ -1,9 +1,11 @@
 "use strict";
 // Computes the page's numbers and curves from the saved runs: the work of each round (bytes and steps of its
-// clients) and the metric. A slider prices the same rounds for other links and devices.
+// clients) and the metric. Two plots per experiment show one quantity over two axes. A slider prices the same rounds for other links and devices.
 
 const EXPERIMENTS = JSON.parse(document.getElementById("experiments").textContent);
-const AXES = { round: "round", bytes: "bytes sent, all clients, both ways", minutes: "simulated minutes" };
+const AXES = { round: "round", minutes: "simulated minutes", bytes: "megabytes", wall: "wall clock seconds" };
+const PLOTS = [0, 1];  // of an experiment, side by side
+const DARK = matchMedia("(prefers-color-scheme: dark)");
 
 const hidden = new Set();
 const cost = {};
@@ -38,9 +40,13 @@ function price(experiment, run) {
   return run.work.map((index) => (sum += seconds[index]) / 60);
 }
 
-function priceAsSaved(run) {
+function summed(values) {
   let sum = 0;
-  return run.seconds.map((seconds) => (sum += seconds === null ? NaN : seconds) / 60);
+  return values.map((value) => (sum += value === null ? NaN : value));
+}
+
+function priceAsSaved(run) {
+  return summed(run.seconds).map((seconds) => seconds / 60);
 }
 
 function minutesOf(experiment, run) {
@@ -83,9 +89,12 @@ function shown(value, places) {
 function timesToTarget(experiment) {
   return experiment.methods.map((method) => {
     const times = [];
+    const bySeed = new Map();  // a run that missed the target counts with all its rounds
     for (const run of method.runs) {
-      const at = firstRound(experiment, run);
-      if (at >= 0) times.push(minutesOf(experiment, run)[at]);
+      const at = firstRound(experiment, run), minutes = minutesOf(experiment, run);
+      if (at >= 0) times.push(minutes[at]);
+      const value = at >= 0 ? minutes[at] : minutes[minutes.length - 1];
+      if ((at >= 0 || !run.diverged) && Number.isFinite(value)) bySeed.set(run.seed, value);
     }
     const finite = times.filter(Number.isFinite);
     return {
@@ -95,14 +104,30 @@ function timesToTarget(experiment) {
       runs: method.ended,
       diverged: method.diverged,
       all: times.length === experiment.seeds,
+      bySeed,
     };
   });
+}
+
+function clearlyBest(experiment, times) {
+  // The rule of clearly_best in numbers.py; null where the order is not clear.
+  const ranked = times.filter((t) => t.bySeed.size)
+    .map((t) => [mean([...t.bySeed.values()]), t]).sort((a, b) => a[0] - b[0]).map(([, t]) => t);
+  const ran = times.filter((t) => t.runs).length;
+  const [best, rival] = ranked;
+  if (!best || ran < 2 || !best.all || experiment.seeds < 2) return null;
+  if (!rival) return best;
+  const ahead = [...best.bySeed].filter(([seed]) => rival.bySeed.has(seed))
+    .map(([seed, value]) => rival.bySeed.get(seed) - value);
+  if (ahead.length < 2) return null;
+  const t = experiment.t95[Math.min(ahead.length - 2, experiment.t95.length - 1)];
+  return mean(ahead) > t * deviation(ahead) / Math.sqrt(ahead.length) ? best : null;
 }
 
 function drawTable(experiment, place) {
   const times = timesToTarget(experiment);
   const places = decimals(times.map((t) => t.mean));
-  const best = Math.min(...times.filter((t) => t.all && Number.isFinite(t.mean)).map((t) => t.mean));
+  const best = clearlyBest(experiment, times);
   times.forEach((time, number) => {
     const cell = place.querySelector(`[data-minutes="${number}"]`);
     if (!cell) return;
@@ -118,95 +143,116 @@ function drawTable(experiment, place) {
       if (time.reached !== time.runs) text += ` (${time.reached}/${time.runs} reached${more})`;
     }
     cell.textContent = text;
-    cell.classList.toggle("best", time.all && time.mean === best);
+    cell.classList.toggle("best", time === best);
   });
 }
 
 // The curves
 
-function line(experiment, method, axis) {
+function positions(experiment, run, axis) {
+  if (axis === "minutes") return minutesOf(experiment, run);
+  if (axis === "wall") return summed(run.wall);
+  return run.bytes.map((bytes, i) => axis === "bytes" ? bytes / 1e6 : i + 1);
+}
+
+function line(experiment, method, axis, key) {
   // Over the rounds in which all runs of the method have a value.
-  const length = Math.min(...method.runs.map((run) => run.metric.length));
+  const series = method.runs.map((run) => key === "metric" ? run.metric : run.more[key]);
+  const along = method.runs.map((run) => positions(experiment, run, axis));
+  const scale = experiment.quantities[key].scale, logarithmic = scale === "logarithmic";
+  const back = scale === "share" ? (v) => 100 * Math.min(v, 1) : logarithmic ? Math.exp : (v) => v;
   const x = [], middle = [], low = [], high = [], rounds = [];
-  const along = axis === "round" ? null
-    : method.runs.map((run) => axis === "minutes" ? minutesOf(experiment, run) : run.bytes);
-  for (let i = 0; i < length; i++) {
-    const values = method.runs.map((run) => run.metric[i]);
-    if (values.some((value) => value === null || (experiment.logarithmic && value <= 0))) continue;
-    const scaled = experiment.logarithmic ? values.map(Math.log) : values;
+  for (let i = 0; i < Math.min(...series.map((values) => values.length)); i++) {
+    const values = series.map((of) => of[i]), place = mean(along.map((of) => of[i]));
+    if (values.some((value) => value === null || (logarithmic && value <= 0)) || !Number.isFinite(place)) continue;
+    const scaled = logarithmic ? values.map(Math.log) : values;
     const centre = mean(scaled), spread = values.length > 1 ? deviation(scaled) : 0;
-    const back = experiment.accuracy ? (v) => 100 * Math.min(v, 1) : experiment.logarithmic ? Math.exp : (v) => v;
     rounds.push(i + 1);
-    x.push(along === null ? i + 1 : mean(along.map((positions) => positions[i])));
+    x.push(place);
     middle.push(back(centre));
     low.push(back(centre - spread));
     high.push(back(centre + spread));
   }
-  return { x, middle, low, high, rounds };
+  return { method, x, middle, low, high, rounds };
 }
 
-function traces(experiment, axis) {
-  const result = [];
-  const unit = experiment.accuracy ? " %" : "";
-  const form = experiment.accuracy ? ".1f" : ".3g";
-  experiment.methods.forEach((method, number) => {
-    if (!method.runs.length || hidden.has(method.label)) return;
-    const { x, middle, low, high, rounds } = line(experiment, method, axis);
-    if (!x.length) return;  // some run has no finite value in any round
-    const subject = number === experiment.methods.length - 1;
-    result.push({
+function lines(experiment, axis, key) {
+  return experiment.methods.filter((method) => method.runs.length && !hidden.has(method.label))
+    .map((method) => line(experiment, method, axis, key)).filter(({ x }) => x.length);
+}
+
+function traces(drawn, scale) {
+  const value = scale === "share" ? "%{y:.1f} %" : "%{y:.3g}";
+  return drawn.flatMap(({ method, x, middle, low, high, rounds }) => [
+    {
       x: [...x, ...[...x].reverse()], y: [...high, ...[...low].reverse()],
       fill: "toself", mode: "lines", fillcolor: method.colour + "1f", line: { width: 0 },
       hoverinfo: "skip", showlegend: false,
-    });
-    result.push({
+    },
+    {
       x, y: middle, customdata: rounds, name: method.label.replace(/</g, "&lt;"), mode: "lines",
-      line: { color: method.colour, width: subject ? 3 : 1.8 }, showlegend: false,
-      hovertemplate: `%{y:${form}}${unit}, round %{customdata}, %{x:.4~s}`,
-    });
-  });
-  return result;
+      line: { color: method.colour, width: 2, dash: method.dash.map((length) => `${2 * length}px`).join(",") || "solid" },
+      showlegend: false, hovertemplate: `${value}, round %{customdata}, %{x:.4~s}`,
+    },
+  ]);
 }
 
-function layout(experiment, axis) {
+function limits(experiment, drawn, target, share) {
+  // The rule of value_limits in plots.py: the curves after their first rounds, and the target.
+  const first = experiment.early * Math.max(...drawn.map(({ rounds }) => rounds[rounds.length - 1]));
+  const values = drawn.flatMap(({ rounds, low, high }) => {
+    const late = (value, i) => rounds[i] > first || i === rounds.length - 1;
+    return [...low.filter(late), ...high.filter(late)];
+  });
+  if (target !== null) values.push(target);
+  const low = values.reduce((a, b) => Math.min(a, b)), high = values.reduce((a, b) => Math.max(a, b));
+  const margin = experiment.margin * (high - low) || 0.5 * Math.abs(high) || 1;
+  return share ? [Math.max(low - margin, 0), Math.min(high + margin, 100)] : [low - margin, high + margin];
+}
+
+function layout(experiment, axis, key, drawn) {
+  const { text, scale } = experiment.quantities[key];
+  const ink = DARK.matches ? "#e6e9ee" : "#1c2430", grid = DARK.matches ? "#323b47" : "#e6e9ee";
   const shapes = [], annotations = [];
-  if (experiment.target !== null) {
-    const height = experiment.accuracy ? 100 * experiment.target : experiment.target;
+  const target = key !== "metric" || experiment.target === null ? null
+    : scale === "share" ? 100 * experiment.target : experiment.target;
+  if (target !== null) {
     shapes.push({
-      type: "line", xref: "paper", x0: 0, x1: 1, y0: height, y1: height,
-      line: { color: "#555", width: 1, dash: "dash" },
+      type: "line", xref: "paper", x0: 0, x1: 1, y0: target, y1: target, line: { color: ink, width: 1, dash: "dot" },
     });
     annotations.push({
       text: `target ${experiment.target_text}`, xref: "paper", x: 1,
-      y: experiment.logarithmic ? Math.log10(height) : height,
+      y: scale === "logarithmic" ? Math.log10(target) : target,
       xanchor: "right", yanchor: "top", showarrow: false,
     });
   }
+  const range = scale === "logarithmic" || !drawn.length ? {}
+    : { range: limits(experiment, drawn, target, scale === "share") };
   return {
-    template: "plotly_white", margin: { l: 64, r: 12, t: 12, b: 50 }, height: 400,
+    margin: { l: 60, r: 12, t: 12, b: 46 }, height: 400,
     hovermode: axis === "round" ? "x" : "closest", shapes, annotations,
-    font: { family: "system-ui, sans-serif", size: 13 }, plot_bgcolor: "#fff", paper_bgcolor: "#fff",
-    xaxis: { title: { text: AXES[axis] }, rangemode: "tozero", gridcolor: "#eceff3", exponentformat: "SI" },
+    font: { family: "system-ui, sans-serif", size: 13, color: ink },
+    plot_bgcolor: "rgba(0,0,0,0)", paper_bgcolor: "rgba(0,0,0,0)",
+    xaxis: { title: { text: AXES[axis] }, rangemode: "tozero", gridcolor: grid, zerolinecolor: grid },
     yaxis: {
-      title: { text: experiment.metric_text }, gridcolor: "#eceff3",
-      ...(experiment.accuracy ? { ticksuffix: " %", rangemode: "tozero" }
-        : { type: experiment.logarithmic ? "log" : "linear", exponentformat: "power" }),
+      title: { text: text.replace(/</g, "&lt;") }, gridcolor: grid, zerolinecolor: grid, ...range,
+      type: scale === "logarithmic" ? "log" : "linear",
+      ...(scale === "share" ? { ticksuffix: " %" } : { exponentformat: "power" }),
     },
   };
 }
 
-function drawCurves(experiment, place, axes) {
-  for (const axis of axes) {
-    const box = place.querySelector(`[data-axis="${axis}"]`);
-    Plotly.react(box, traces(experiment, axis), layout(experiment, axis), {
-      responsive: true, displayModeBar: false,
-    });
+function drawCurves(experiment, place) {
+  const key = place.querySelector("[data-y]").value;
+  for (const plot of PLOTS) {
+    const axis = place.querySelector(`[data-x="${plot}"]`).value;
+    const drawn = lines(experiment, axis, key);
+    Plotly.react(place.querySelector(`[data-plot="${plot}"]`), traces(drawn, experiment.quantities[key].scale),
+      layout(experiment, axis, key, drawn), { responsive: true, displayModeBar: false });
   }
 }
 
 // The controls
-
-const drawn = new Set();
 
 function number3(value) {
   return String(Number(value.toPrecision(3)));
@@ -225,17 +271,16 @@ function drawPricing(experiment, place) {
   text.textContent = cost.as_saved ? text.dataset.saved : pricing(experiment);
 }
 
-function draw(number, axes) {
+function draw(number) {
   const place = document.getElementById(`experiment-${number}`);
   if (place.tagName === "DETAILS" && !place.open) return;
   drawPricing(EXPERIMENTS[number], place);
   drawTable(EXPERIMENTS[number], place);
-  drawCurves(EXPERIMENTS[number], place, drawn.has(number) ? axes : Object.keys(AXES));
-  drawn.add(number);
+  drawCurves(EXPERIMENTS[number], place);
 }
 
-function drawAll(axes) {
-  EXPERIMENTS.forEach((_, number) => draw(number, axes));
+function drawAll() {
+  EXPERIMENTS.forEach((_, number) => draw(number));
 }
 
 function slider(name) {
@@ -261,7 +306,7 @@ function fromSpec() {
 
 function changed() {
   cost.as_saved = false;
-  drawAll(["minutes"]);
+  drawAll();
 }
 
 function start() {
@@ -281,20 +326,24 @@ function start() {
   });
   document.getElementById("cost-reset").addEventListener("click", () => {
     fromSpec();
-    drawAll(["minutes"]);
+    drawAll();
   });
   for (const box of document.querySelectorAll("input[data-method]")) {
     box.addEventListener("change", () => {
       if (box.checked) hidden.delete(box.dataset.method);
       else hidden.add(box.dataset.method);
-      drawAll(Object.keys(AXES));
+      drawAll();
     });
   }
   EXPERIMENTS.forEach((_, number) => {
     const place = document.getElementById(`experiment-${number}`);
-    if (place.tagName === "DETAILS") place.addEventListener("toggle", () => draw(number, Object.keys(AXES)));
+    if (place.tagName === "DETAILS") place.addEventListener("toggle", () => draw(number));
+    for (const select of place.querySelectorAll("[data-x], [data-y]")) {
+      select.addEventListener("change", () => draw(number));
+    }
   });
-  drawAll(Object.keys(AXES));
+  DARK.addEventListener("change", drawAll);
+  drawAll();
 }
 
 start();

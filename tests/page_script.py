@@ -1,0 +1,62 @@
+"""The script of the report page, run by Node with a stand-in for the browser."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+STUB = """
+const fs = require("fs"), vm = require("vm");
+const [data, script, chosen] = JSON.parse(fs.readFileSync(0, "utf8"));
+const nodes = {}, plots = {};
+function node(id) {
+  return nodes[id] ??= {
+    id, value: chosen[id] ?? "0", min: "-3", textContent: "", dataset: {}, tagName: "DIV",
+    classList: { toggle: () => {} }, addEventListener: () => {}, querySelector: (s) => node(s),
+    querySelectorAll: () => [],
+  };
+}
+nodes.experiments = { textContent: data };
+const document = { getElementById: node, querySelectorAll: () => [] };
+const Plotly = { react: (box, traces, layout) => { plots[box.id] = { traces, layout }; } };
+const matchMedia = () => ({ matches: false, addEventListener: () => {} });
+const said = {}, context = { document, matchMedia, Plotly, Number, Math, JSON, console, said };
+const further = `
+  const experiment = EXPERIMENTS[0];
+  const times = timesToTarget(experiment);
+  said.best = experiment.methods[times.indexOf(clearlyBest(experiment, times))]?.label ?? null;
+  said.pricing = pricing(experiment);
+  said.priced = experiment.methods.map((method) => method.runs.map((run) => price(experiment, run)));
+`;
+vm.runInNewContext(script + further, context);
+const names = Object.keys(nodes).filter((name) => name.startsWith("[data-minutes"));
+const minutes = names.map((name) => nodes[name].textContent);
+console.log(JSON.stringify({ minutes, plots, ...said }));
+"""
+
+
+def drawn(folder, y="metric", x=("round", "minutes")):
+    """What the page's script does, with a stand-in for the browser; the plots are numbered."""
+    node = shutil.which("node")
+    if node is None:
+        playwright = pytest.importorskip("playwright", reason="there is no node to run the page's script")
+        node = str(Path(playwright.__file__).parent / "driver" / "node")
+    html = (folder / "report.html").read_text()
+    data = re.search(r'<script type="application/json" id="experiments">(.*?)</script>', html, re.DOTALL)
+    script = html.rsplit("<script>", 1)[1].split("</script>")[0]
+    chosen = {"[data-y]": y, '[data-x="0"]': x[0], '[data-x="1"]': x[1]}
+    done = subprocess.run(
+        [node, "-e", STUB],
+        input=json.dumps([data[1], script, chosen]),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    return SimpleNamespace(**json.loads(done.stdout))
