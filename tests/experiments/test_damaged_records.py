@@ -58,10 +58,11 @@ def test_a_warning_of_a_worker_reaches_the_user(tmp_path, monkeypatch):
     newer_format(job)
     messages, sender = Pipe(duplex=False)
     stop, stopper = Pipe(duplex=False)
-    rounds, said = [], []
+    rounds, said, stages = [], [], []
     monkeypatch.setattr(workers, "_sender", sender)
     monkeypatch.setattr(workers, "_stop", stop)
-    listener = threading.Thread(target=workers._listen, args=(messages, rounds.append, said.append))
+    hears = workers.Listener(rounds.append, lambda i, end: None, said.append, stages.append)
+    listener = threading.Thread(target=workers._listen, args=(messages, hears))
     listener.start()
     workers._work([7], [job])
     sender.send_bytes(workers.END)
@@ -69,6 +70,7 @@ def test_a_warning_of_a_worker_reaches_the_user(tmp_path, monkeypatch):
     assert len(said) == 1
     assert "moved to" in said[0]
     assert rounds == [7] * job.run.rounds
+    assert stages == ["loading digits, seed 0", None]
     stopper.send_bytes(b"stop")
     (job.folder / "run.json").unlink()
     for _ in range(2):  # what says stop stays there for every worker
