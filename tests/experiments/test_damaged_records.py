@@ -70,7 +70,7 @@ def test_a_warning_of_a_worker_reaches_the_user(tmp_path, monkeypatch):
     assert len(said) == 1
     assert "moved to" in said[0]
     assert rounds == [7] * job.run.rounds
-    assert stages == ["loading digits, seed 0", None]
+    assert stages == ["loading quadratics, seed 0", None]
     stopper.send_bytes(b"stop")
     (job.folder / "run.json").unlink()
     for _ in range(2):  # what says stop stays there for every worker
