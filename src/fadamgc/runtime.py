@@ -62,6 +62,22 @@ def pickled(value: object) -> bytes:
         return pickle.dumps(value)
 
 
+def device_of(name: str | torch.device, worker: int = 0) -> torch.device:
+    """Return the device of a name, for one of several worker processes.
+
+    "auto" is a GPU if the machine has one. Where a name has no number ("auto", "cuda"), the workers take
+    turns on the GPUs of the machine.
+    """
+    if str(name) == "auto":
+        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        name = "cpu" if found is None else found.type
+    device = torch.device(name)
+    if device.type in ("cpu", "mps", "meta") or ":" in str(device):
+        return device
+    count = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    return torch.device(device.type, worker % count) if count else device
+
+
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Seed torch's global generator in a ``with`` block; restore its state afterwards."""

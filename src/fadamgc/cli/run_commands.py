@@ -35,6 +35,10 @@ Methods = Annotated[str | None, option("Run only these methods of the spec, sepa
 Workers = Annotated[
     int | None, option("Number of processes; it does not change the results.", default="one per core")
 ]
+Device = Annotated[
+    str | None,
+    option("Where to compute: auto, cpu, cuda, cuda:1, mps; several workers share the GPUs.", default="auto"),
+]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress, only the results.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Keep finished runs in the folder and run the rest.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the experiment in the folder.")]
@@ -62,6 +66,7 @@ def compare(
     methods: Methods = None,
     out: Out = Path("out/compare"),
     workers: Workers = None,
+    device: Device = None,
     quiet: Quiet = False,
     resume: Resume = False,
     overwrite: Overwrite = False,
@@ -83,7 +88,7 @@ def compare(
     from fadamgc.experiments.spec.toml_io import preset as preset_named
 
     _prepare(data_root, track)
-    spec = _adjusted(preset_named(preset), seed, seeds, rounds, methods)
+    spec = _adjusted(preset_named(preset), seed, seeds, rounds, methods, device)
     _run_and_report(spec, out, tune, workers, quiet, resume, overwrite, save_models)
 
 
@@ -97,6 +102,7 @@ def run(
     methods: Methods = None,
     out: OutOfSpec = None,
     workers: Workers = None,
+    device: Device = None,
     quiet: Quiet = False,
     resume: Resume = False,
     overwrite: Overwrite = False,
@@ -117,7 +123,7 @@ def run(
     from fadamgc.experiments.spec.toml_io import load_spec
 
     _prepare(data_root, track)
-    experiment = _adjusted(load_spec(spec), seed, seeds, rounds, methods)
+    experiment = _adjusted(load_spec(spec), seed, seeds, rounds, methods, device)
     folder = out or Path("out", experiment.name)
     _run_and_report(experiment, folder, tune, workers, quiet, resume, overwrite, save_models)
 
@@ -141,6 +147,7 @@ def reproduce(
         Path | None, option("Folder to write to.", "--out", "-o", default="out/NAME-SCALE")
     ] = None,
     workers: Workers = None,
+    device: Device = None,
     quiet: Quiet = False,
     resume: Resume = False,
     overwrite: Overwrite = False,
@@ -173,7 +180,7 @@ def reproduce(
             spent = time.perf_counter() - began
             left = f"; about {duration(spent * study.left(number - 1))} left" if number > 1 else ""
             say(f"{study.name}: {member.name} ({number} of {len(study.members)}{left})")
-        spec = _adjusted(member.spec, None, seeds, rounds, methods)
+        spec = _adjusted(member.spec, None, seeds, rounds, methods, device)
         if tuned is not None:
             spec = spec.with_steps_of(tuned)
         has_steps = all("eta_l" in method.hyperparameters for method in spec.methods)
@@ -193,6 +200,7 @@ def tune(
     methods: Methods = None,
     out: OutOfSpec = None,
     workers: Workers = None,
+    device: Device = None,
     quiet: Quiet = False,
     resume: Resume = False,
     overwrite: Overwrite = False,
@@ -211,7 +219,7 @@ def tune(
     from fadamgc.experiments.tune import tuning_plan
 
     use_data(data_root)
-    experiment = _adjusted(load_spec(spec), None, None, None, methods)
+    experiment = _adjusted(load_spec(spec), None, None, None, methods, device)
     folder = ExperimentFolder(out or Path("out", experiment.name))
     runner = Runner(workers, quiet)
     runner.check(tuning_plan(experiment, folder.path))
@@ -229,7 +237,12 @@ def _prepare(data_root: Path | None, trackers: str) -> None:
 
 
 def _adjusted(
-    spec: Spec, seed: int | None, seeds: int | None, rounds: int | None, methods: str | None
+    spec: Spec,
+    seed: int | None,
+    seeds: int | None,
+    rounds: int | None,
+    methods: str | None,
+    device: str | None,
 ) -> Spec:
     """Change a spec by the options of the command line."""
     if seeds is not None:
@@ -237,7 +250,7 @@ def _adjusted(
     first = spec.run.seeds[0] if seed is None else seed
     count = len(spec.run.seeds) if seeds is None else seeds
     all_seeds = spec.run.seeds if seed is None and seeds is None else tuple(range(first, first + count))
-    spec = spec.replace("run", rounds=rounds, seeds=all_seeds)
+    spec = spec.replace("run", rounds=rounds, seeds=all_seeds, device=device)
     return spec if methods is None else spec.only(name.strip() for name in methods.split(","))
 
 

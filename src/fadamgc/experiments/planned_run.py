@@ -87,7 +87,7 @@ class PlannedRun:
         """Everything that determines the run, as plain data; without a deadline, the cost only prices it."""
         return {
             "task": as_json(self.task.model_dump()),
-            "run": as_json(self.run.model_dump(exclude={"seeds", "target"}))
+            "run": as_json(self.run.model_dump(exclude={"seeds", "target", "device"}))
             | ({"target": self.run.target} if self.run.stop_at_target else {}),
             "method": as_json(self.method.model_dump(include={"algorithm", "hyperparameters"})),
             "seed": self.seed,

@@ -19,7 +19,7 @@ from fadamgc.federation.sampling import EVALUATION, GRADIENT, torch_seed
 from fadamgc.federation.traits import changing_buffers
 from fadamgc.flat import Flat
 from fadamgc.metrics import accuracy
-from fadamgc.runtime import seeded
+from fadamgc.runtime import device_of, seeded
 from fadamgc.samples import Rows, Samples, cast, map_tensors
 from fadamgc.task import Task
 from fadamgc.tree import leaves, rebuild
@@ -54,7 +54,7 @@ class TaskFunctions:
         module = self.flat.copy(task.model).to(dtype=dtype)
         if device is not None:
             try:
-                self.device = torch.device(device)
+                self.device = device_of(device)
                 if self.device.type == "meta":
                     raise ValueError("tensors have no values on this device")
                 module = module.to(device=self.device)

@@ -102,7 +102,7 @@ def simulate(
         cost: how rounds are priced; a finished run can be priced again.
         dtype: type of model and data; None is the model's. With a 16-bit type, gradients are computed in that
             type, and x, the clients' states and all that is sent and added are float32.
-        device: where to compute; None is the model's.
+        device: where to compute, such as "cuda:1"; "auto" is a GPU if there is one; None is the model's.
         executor: "loop" (one client at a time: the reference), "threads" (one thread per client),
             "vectorized" (a block of clients at once, compiled in long runs), "auto" (the fastest of them
             by a rule and, in long runs, by timing; ``run.settings["executor"]`` says which), or a function

@@ -25,9 +25,12 @@ from fadamgc.errors import (
     CheckpointError,
     CheckpointInUseError,
     FadamgcError,
+    InputError,
     NonFiniteError,
     OtherRunError,
     UnwritableError,
+    first_line,
+    shown,
 )
 from fadamgc.experiments.planned_run import (
     ADAPTER,
@@ -41,7 +44,7 @@ from fadamgc.federation.run import Run
 from fadamgc.files import remove_leftovers, unwritable
 from fadamgc.grouped import GroupedAlgorithm
 from fadamgc.methods import algorithm_class
-from fadamgc.runtime import memory, one_thread, pickled
+from fadamgc.runtime import device_of, memory, one_thread, pickled
 from fadamgc.samples import tensors_of
 from fadamgc.sim.engine import Engine, RoundEnd
 from fadamgc.sim.executors.machine_code import compiler
@@ -169,7 +172,24 @@ def arguments(planned: PlannedRun, task: Task) -> dict[str, Any]:
         "cost": planned.cost.model(),
         "dtype": getattr(torch, run.dtype),
         "executor": run.executor,
+        "device": _device(run.device),
     }
+
+
+_worker = 0  # number of this process among the workers
+
+
+def set_worker(number: int) -> None:
+    """Say which of the worker processes this is; workers take turns on the GPUs of the machine."""
+    global _worker
+    _worker = number
+
+
+def _device(name: str) -> torch.device:
+    try:
+        return device_of(name, _worker)
+    except RuntimeError as error:
+        raise InputError(f"device={shown(name)} is not accepted: {first_line(error)}") from None
 
 
 def dry_run(planned: PlannedRun, task: Task) -> DiskSpace:

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
-from itertools import groupby
+from contextlib import contextmanager, suppress
+from itertools import count, groupby
 from multiprocessing import connection, get_context, parent_process
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -30,6 +32,7 @@ from fadamgc.experiments.run.execution import (
     TaskCache,
     Warn,
     execute,
+    set_worker,
     share_compiled_code,
 )
 from fadamgc.loading import import_again, imports
@@ -93,10 +96,13 @@ def _run_in_processes(
 ) -> None:
     share_compiled_code()
     context = get_context("spawn")
+    numbers = tempfile.TemporaryDirectory(prefix="fadamgc-")
     # Pipes, because queues and events have locks, which a worker that is killed would never release.
     stop, stopper = context.Pipe(duplex=False)
     messages, sender = context.Pipe(duplex=False)
-    pool = ProcessPoolExecutor(count, context, _start_worker, (stop, sender, count, imports(), shared))
+    pool = ProcessPoolExecutor(
+        count, context, _start_worker, (stop, sender, count, imports(), shared, numbers.name)
+    )
     thread = threading.Thread(target=_listen, args=(messages, listener), daemon=True)
     thread.start()
     try:
@@ -124,6 +130,7 @@ def _run_in_processes(
             thread.join()
             for end_of_pipe in (stop, stopper, messages, sender):
                 end_of_pipe.close()
+            numbers.cleanup()
 
 
 @contextmanager
@@ -162,14 +169,29 @@ LONGEST = 3_000  # bytes of a warning: a pipe writes such short messages at once
 
 
 def _start_worker(
-    stop: Any, sender: Any, processes: int, imported: tuple[list[str], list[str]], shared: SharedTasks
+    stop: Any,
+    sender: Any,
+    processes: int,
+    imported: tuple[list[str], list[str]],
+    shared: SharedTasks,
+    numbers: str,
 ) -> None:
     global _stop, _sender, _tasks
     import_again(*imported)
+    set_worker(free_number(Path(numbers)))
     _stop, _sender, _tasks = stop, sender, TaskCache(processes, shared)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles Ctrl-C
     torch.set_num_threads(1)
     threading.Thread(target=_die_with_parent, daemon=True).start()
+
+
+def free_number(folder: Path) -> int:
+    """Return the smallest number that no other process has taken in the folder, and take it."""
+    for number in count():
+        with suppress(FileExistsError):
+            (folder / str(number)).touch(exist_ok=False)
+            return number
+    raise AssertionError
 
 
 def _die_with_parent() -> None:

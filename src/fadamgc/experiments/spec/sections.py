@@ -91,6 +91,7 @@ class RunSpec(Section):
     local_parameters: str | tuple[str, ...] | None = None
     dtype: Literal["float32", "float64"] = "float32"
     executor: ExecutorName = "auto"
+    device: Annotated[str, Field(min_length=1)] = "auto"
 
     @model_validator(mode="after")
     def _check_local_work_and_target(self) -> RunSpec:
