@@ -163,3 +163,13 @@ def test_the_page_has_the_limits_and_lines_of_the_figure(by_client):
         assert "rangemode" not in plot["layout"]["yaxis"]
         assert {trace["line"]["width"] for trace in plot["traces"][1::2]} == {2}
         assert [trace["line"]["color"] for trace in plot["traces"][1::2]] == [colour(0), colour(1)]
+
+
+def test_the_page_skips_the_steep_first_rounds_as_the_figure_does(copy):
+    for label in ("FedAvg", "SCAFFOLD"):
+        forge(copy, [[-1000.0, -3.0, -2.5, -2.0, -1.5, -1.0]] * 2, label)
+    results = write_report(copy)
+    low, high = value_limits(mean_curves(results, curves(results)), results.spec.run.target, share=False)
+    assert -4 < low < -3
+    for plot in drawn(copy).plots.values():
+        assert plot["layout"]["yaxis"]["range"] == pytest.approx([low, high])

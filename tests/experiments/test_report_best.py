@@ -76,6 +76,7 @@ def test_the_pairs_decide_and_not_the_spread_of_each_method(four_seeds):
         ([NEVER, NEVER, NEVER, NEVER], [NEAR, NEAR, NEAR, NEAR], "SCAFFOLD"),
         ([FAR, FAR, FAR, FAR], [NEVER, NEAR, NEAR, NEAR], None),  # the best mean, but not with every seed
         ([NEVER, NEAR, NEAR, NEAR], [NEAR, NEAR, NEAR, NEAR], None),
+        ([NEVER, NEVER, NEVER, NEVER], [FAR, FAR, FAR, FAR], None),  # reached it in the last round
         ([math.nan] * 4, [NEAR, NEAR, NEAR, NEAR], "SCAFFOLD"),
         ([math.nan] * 3 + [NEAR], [NEAR, NEAR, NEAR, NEAR], None),  # one pair says nothing
         ([NEVER] * 4, [NEVER] * 4, None),
