@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.multiprocessing  # teaches ForkingPickler to share tensors
+from torch import Tensor
 
 from fadamgc.errors import InputError
 
@@ -80,13 +81,26 @@ def device_of(name: str | torch.device, worker: int = 0) -> torch.device:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed torch's global generator in a ``with`` block; restore its state afterwards."""
-    with torch.random.fork_rng(devices=[]):
-        if torch.accelerator.is_available():
-            torch.manual_seed(seed)
-        else:  # the same numbers; torch.manual_seed would also record a stack trace for missing devices
+    """Seed torch's global generators in a ``with`` block; restore their states afterwards."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None:
+        with torch.random.fork_rng(devices=[]):
+            # The same numbers; torch.manual_seed would also record a stack trace for missing devices.
             torch.default_generator.manual_seed(int(seed))
+            yield
+        return
+    with torch.random.fork_rng([torch.accelerator.current_device_index()], device_type=accelerator.type):
+        torch.manual_seed(seed)
         yield
+
+
+def random_states() -> list[Tensor]:
+    """Return the states of torch's global generators: the CPU's, and that of the current GPU."""
+    states = [torch.get_rng_state()]
+    if torch.accelerator.is_available():
+        device = torch.accelerator.current_accelerator()
+        states.append(torch.get_device_module(device).get_rng_state())
+    return states
 
 
 @contextmanager

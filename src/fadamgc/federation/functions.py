@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import repeat
@@ -10,7 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 from fadamgc.errors import ClientError, InputError, reason, shown
@@ -19,9 +20,9 @@ from fadamgc.federation.sampling import EVALUATION, GRADIENT, torch_seed
 from fadamgc.federation.traits import changing_buffers
 from fadamgc.flat import Flat
 from fadamgc.metrics import accuracy
-from fadamgc.runtime import device_of, seeded
+from fadamgc.runtime import device_of, random_states, seeded
 from fadamgc.samples import Rows, Samples, cast, map_tensors
-from fadamgc.task import Task
+from fadamgc.task import Loss, Task
 from fadamgc.tree import leaves, rebuild
 
 Buffers: TypeAlias = dict[str, Tensor]
@@ -61,6 +62,9 @@ class TaskFunctions:
             except (RuntimeError, AssertionError, TypeError, ValueError, OverflowError) as error:
                 raise InputError(f"device={shown(device)} cannot be used here: {reason(error)}") from error
         self.module = module.requires_grad_(False)
+        self.loss_function: Loss = task.loss
+        if isinstance(task.loss, nn.Module) and self.device != first.device:
+            self.loss_function = copy.deepcopy(task.loss).to(device=self.device)
         self.x0 = self.flat.flatten(self.module)
         if self.mixed:
             self.x0 = self.x0.float()
@@ -85,9 +89,9 @@ class TaskFunctions:
         """Whether the model draws random numbers while it trains (dropout and the like)."""
         inputs, targets = self.sample
         with seeded(0), torch.no_grad():
-            before = torch.get_rng_state()
+            before = random_states()
             self.loss(self.x0, self.fresh_buffers(), map_tensors(torch.clone, inputs), targets)
-            return not torch.equal(before, torch.get_rng_state())
+            return not all(map(torch.equal, before, random_states()))
 
     def data_of(self, samples: Samples) -> ClientData:
         """Return samples on the device of the model."""
@@ -102,7 +106,7 @@ class TaskFunctions:
         self, x: Tensor, buffers: Buffers, inputs: Any, targets: Any, fixed: Buffers | None = None
     ) -> Tensor:
         """Return the training loss at x on one batch. CHANGES the buffers, as the module would."""
-        return self.task.loss(self._output(x, buffers, inputs, fixed), targets)
+        return self.loss_function(self._output(x, buffers, inputs, fixed), targets)
 
     def sample_losses(
         self, x: Tensor, buffers: Buffers, inputs: Tensor, targets: Tensor, fixed: Buffers | None = None
@@ -110,7 +114,7 @@ class TaskFunctions:
         """Return the training loss at x of each single sample of a batch. CHANGES the buffers."""
 
         def loss_of_one(output: Tensor, target: Tensor) -> Tensor:
-            return self.task.loss(output[None], target[None])
+            return self.loss_function(output[None], target[None])
 
         losses: Tensor = vmap(loss_of_one)(self._output(x, buffers, inputs, fixed), targets)
         return losses
@@ -201,7 +205,7 @@ class TaskFunctions:
         for outputs, targets in self._outputs_of_clients(x, buffers, clients, seed, models):
             try:
                 if metric == "loss":
-                    value: Any = self.task.loss(outputs, targets)
+                    value: Any = self.loss_function(outputs, targets)
                 else:
                     value = metric(outputs, targets) if callable(metric) else accuracy(outputs, targets)
                 values.append(float(next(iter(value.values())) if isinstance(value, Mapping) else value))
@@ -244,7 +248,7 @@ class TaskFunctions:
     ) -> tuple[Tensor, Any, float]:
         try:
             output, targets = self._outputs(x, buffers, chunks)
-            return output, targets, float(self.task.loss(output, targets))
+            return output, targets, float(self.loss_function(output, targets))
         except Exception as error:
             raise InputError(f"model or loss failed on the test data: {reason(error)}") from error
 

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -15,7 +14,7 @@ from fadamgc.federation.client_data import ClientData
 from fadamgc.federation.functions import Buffers, TaskFunctions
 from fadamgc.federation.gradients import GradientOptions
 from fadamgc.federation.sampling import READ, TRANSFORM, Batches, torch_seed
-from fadamgc.random_numbers import DrawFrom, reading_at
+from fadamgc.random_numbers import DrawFrom, generator_on, reading_at
 
 
 class Round(NamedTuple):
@@ -60,9 +59,8 @@ class Job(NamedTuple):
         transform = r.functions.task.transform
         if transform is None:
             return inputs, targets
-        generator = torch.Generator(r.functions.device)
-        generator.manual_seed(torch_seed(r.seed, TRANSFORM, r.t, self.client, k))
-        with DrawFrom(generator):
+        seed = torch_seed(r.seed, TRANSFORM, r.t, self.client, k)
+        with DrawFrom(generator_on(r.functions.device, seed)):
             return transform(inputs, targets)
 
     def whole_gradient(self) -> Tensor | None:

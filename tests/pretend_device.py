@@ -1,0 +1,151 @@
+"""A device that is not the CPU, on a machine that has no other one: "pretend".
+
+Its tensors keep their numbers in the memory of the CPU, and every operation refuses tensors of two devices,
+as a GPU would. Its random numbers are its own. Importing this module changes torch for the whole process:
+tests run it in another process (``tests/sim/test_other_device.py``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+NAME = "pretend"
+BETWEEN_DEVICES = {"copy_", "_to_copy"}
+INDEXING = {"index", "index_put", "index_put_"}  # a GPU's tensor may have an index on the CPU
+VALUES = {"_local_scalar_dense", "equal"}  # that return a number of Python
+
+
+class Backend:
+    """What torch asks of the module of a device."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator()
+
+    def is_available(self) -> bool:
+        return True
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def device_count(self) -> int:
+        return 1
+
+    def current_device(self) -> int:
+        return 0
+
+    def get_rng_state(self, _: Any = None) -> Tensor:
+        return self.generator.get_state()
+
+    def set_rng_state(self, state: Tensor, _: Any = None) -> None:
+        self.generator.set_state(state)
+
+    def manual_seed_all(self, seed: int) -> None:
+        self.generator.manual_seed(seed)
+
+    manual_seed = manual_seed_all
+
+
+BACKEND = Backend()
+_setup_privateuseone_for_python_backend(NAME, BACKEND)
+DEVICE = torch.device(NAME, 0)
+
+
+class Pretend(Tensor):
+    """A tensor on the device; ``raw`` has its numbers."""
+
+    raw: Tensor
+
+    @staticmethod
+    def __new__(cls, raw: Tensor) -> Pretend:
+        made: Pretend = Tensor._make_wrapper_subclass(
+            cls,
+            raw.shape,
+            strides=raw.stride(),
+            storage_offset=raw.storage_offset(),
+            dtype=raw.dtype,
+            device=DEVICE,
+        )
+        made.raw = raw
+        return made
+
+    def __init__(self, raw: Tensor) -> None:
+        """Do nothing more."""
+
+    def tolist(self) -> Any:
+        return self.raw.tolist()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            memo[id(self)] = Pretend(self.raw.clone())
+        return memo[id(self)]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return run(func, args, dict(kwargs or {}))
+
+
+def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run an operation on the numbers, if all its tensors are on the device."""
+    name = func._schema.name.removeprefix("aten::")
+    leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    on_cpu = [t for t in leaves if not isinstance(t, Pretend) and t.dim() > 0]
+    indexing = name in INDEXING and isinstance(args[0], Pretend)
+    if on_cpu and not indexing and name not in BETWEEN_DEVICES:
+        raise RuntimeError(f"Expected all tensors to be on the same device, but {name} got cpu and {NAME}")
+    if name == "copy_" and not isinstance(args[0], Pretend):
+        return args[0].copy_(args[1].raw)
+    to_cpu = kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cpu"
+    if kwargs.get("device") is not None:
+        kwargs["device"] = torch.device("cpu")
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        func = _with_generator(func)
+        if _takes_generator(func) and kwargs.get("generator") is None:
+            kwargs["generator"] = BACKEND.generator
+    owners = {id(t.raw): t for t in leaves if isinstance(t, Pretend)}  # operations in place return their own
+    raw_args, raw_kwargs = tree_map_only(Pretend, lambda t: t.raw, (args, kwargs))
+    result = func(*raw_args, **raw_kwargs)
+    if to_cpu or name in VALUES:
+        return result
+    return tree_map_only(Tensor, lambda t: owners[id(t)] if id(t) in owners else Pretend(t), result)
+
+
+def _with_generator(func: Any) -> Any:
+    if _takes_generator(func):
+        return func
+    other = "generator" if func._overloadname == "default" else f"{func._overloadname}_generator"
+    return getattr(func.overloadpacket, other, func)
+
+
+def _takes_generator(func: Any) -> bool:
+    return any(argument.name == "generator" for argument in func._schema.arguments)
+
+
+# Operations that make tensors on a device, or copy between devices in C++.
+
+
+def _empty(size: Any, dtype: Any = None, **_: Any) -> Tensor:
+    return Pretend(torch.empty(size, dtype=dtype or torch.get_default_dtype()))
+
+
+def _empty_strided(size: Any, stride: Any, dtype: Any = None, **_: Any) -> Tensor:
+    return Pretend(torch.empty_strided(size, stride, dtype=dtype or torch.get_default_dtype()))
+
+
+def _copy_from(source: Any, to: Any, non_blocking: bool = False) -> Any:
+    raw, place = (t.raw if isinstance(t, Pretend) else t for t in (source, to))
+    place.copy_(raw, non_blocking=non_blocking)
+    return to
+
+
+LIBRARY = torch.library.Library("aten", "IMPL")
+LIBRARY.impl("empty.memory_format", _empty, "PrivateUse1")
+LIBRARY.impl("empty_strided", _empty_strided, "PrivateUse1")
+LIBRARY.impl("_copy_from", _copy_from, "PrivateUse1")
