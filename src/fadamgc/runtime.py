@@ -23,8 +23,10 @@ log = logging.getLogger("fadamgc")
 CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
-def memory() -> int | None:
-    """Return the bytes of memory that this process may use; None if unknown."""
+def memory(device: torch.device | None = None) -> int | None:
+    """Return the bytes of memory that this process may use, on a GPU those of the GPU; None if unknown."""
+    if device is not None and device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1])
     limits = []
     with suppress(AttributeError, ValueError, OSError):
         limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

@@ -264,7 +264,7 @@ def storages():
     gc.collect()
     sizes = {}
     for item in gc.get_objects():
-        if type(item) is torch.Tensor and item.device.type == "cpu":
+        if type(item) is torch.Tensor and item.device.type == "cpu" and item.layout is torch.strided:
             storage = item.untyped_storage()
             sizes[storage.data_ptr()] = storage.nbytes()
     return sum(sizes.values())

@@ -204,7 +204,7 @@ class Engine:
         load, algo, n = self.workload, self.algorithm, len(self.data)
         x = stand_in(self.functions.flat.d, self.functions.x0.dtype)
         participants = n if algo.init_gradient else min(n, load.rounds * load.sampled)
-        needed, available = participants * state_bytes(algo.init_client(x)), memory()
+        needed, available = participants * state_bytes(algo.init_client(x)), memory(self.functions.device)
         if available is None or needed <= available / 2:
             return True
         log.info("states auto: files, because the states of %d clients would not fit in memory", participants)
@@ -439,7 +439,12 @@ def _in_order(results: Iterable[Result], jobs: Sequence[Job]) -> Iterator[Result
 def _is_finite(result: Result) -> bool:
     """Whether all that a client keeps and sends is finite."""
     unchecked = [] if result.finite else [*leaves(result.up), *leaves(result.state)]
-    return all(map(all_finite, (*unchecked, *result.buffers.values())))
+    tensors = [*unchecked, *result.buffers.values()]
+    if tensors and tensors[0].device.type != "cpu":  # wait for the device once, not for every tensor
+        sums = torch.stack([tensor.sum().float() for tensor in tensors])
+        if bool(sums.isfinite().all()):
+            return True
+    return all(map(all_finite, tensors))
 
 
 def _same(value: Any) -> Any:

@@ -89,7 +89,7 @@ def choose_executor(workload: Workload) -> Executor:
 def _candidates(workload: Workload) -> list[Any]:
     """Return the classes of executors that may run the workload; the one expected to be fastest is first."""
     functions, cpu = workload.functions, workload.functions.device.type == "cpu"
-    small = functions.flat.d <= SMALL_MODEL and not has_slow_blocks(functions.module)
+    small = functions.flat.d <= SMALL_MODEL and not (cpu and has_slow_blocks(functions.module))
     if (
         cpu and not small
     ):  # even a single thread: its rules work in place, and images have their channels last
