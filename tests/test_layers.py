@@ -83,17 +83,10 @@ ALLOWED = {
     "__main__": {"cli"},
 }
 ROOM_OF = {
-    **{"rules": "algorithm", "flat": "task"},
-    **{"experiments.planned_run": "experiments.folder", "experiments.points": "experiments.folder"},
-}
-ROOM_OF |= {
-    "grouped": "algorithm",
-    "metrics": "task",
-    "samples": "task",
-    "lazy_clients": "task",
-    "task_checks": "task",
-    "hook": "optim",
-    "pieces": "optim",
+    **dict.fromkeys(("rules", "grouped", "wrapped"), "algorithm"),
+    **dict.fromkeys(("flat", "metrics", "samples", "lazy_clients", "task_checks"), "task"),
+    **dict.fromkeys(("hook", "pieces"), "optim"),
+    **dict.fromkeys(("experiments.planned_run", "experiments.points"), "experiments.folder"),
 }
 
 

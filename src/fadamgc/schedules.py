@@ -249,7 +249,7 @@ constant, step, exponential, linear, cosine, warmup, function = (
 
 
 def as_schedule(name: str, value: Any) -> Schedule | None:
-    """Return the schedule that a value of a hyperparameter means; None if it is no schedule."""
+    """Return the schedule that a value of a hyperparameter means; None if it is not a schedule."""
     if isinstance(value, Schedule):
         return value
     if isinstance(value, Mapping):

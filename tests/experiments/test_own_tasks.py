@@ -352,7 +352,7 @@ def test_a_task_is_known_by_its_data(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"methods": {}}, "methods={} is empty"),
-        ({"methods": {"a": 3}}, r"methods\['a'\]=3 is no algorithm"),
+        ({"methods": {"a": 3}}, r"methods\['a'\]=3 is not an algorithm"),
         ({"task": 3}, "task=3 is not accepted"),
         ({"task": lambda: None, "workers": 2}, "is not in a module"),
         ({"rounds": 0}, "rounds=0"),

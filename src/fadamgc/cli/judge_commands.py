@@ -27,7 +27,7 @@ def judge(
     from fadamgc.judge.verdict import find_method
     from fadamgc.judge.verdict import judge as judge_method
 
-    with redirect_stdout(sys.stderr):  # whatever a method prints is no part of the verdict
+    with redirect_stdout(sys.stderr):  # what a method prints does not belong to the verdict
         verdict = judge_method(find_method(method), quick, say)
     if as_json:
         print(verdict.to_json())

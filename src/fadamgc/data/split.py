@@ -94,7 +94,7 @@ def hold_out(targets: Tensor, owner: Any, share: float, seed: int) -> tuple[Any,
         is_test[np.delete(order, stays)[: max(1, round(share * len(targets)))]] = True
     if not is_test.any():
         raise InputError(
-            f"test={share} is no sample: there is one sample per client or label; give more samples, or test "
-            "data"
+            f"test={share} is less than one sample: there is one sample per client or label; give more "
+            "samples, or test data"
         )
     return np.flatnonzero(~is_test), np.flatnonzero(is_test)

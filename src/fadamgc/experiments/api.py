@@ -239,7 +239,9 @@ def _labelled(methods: Any) -> list[tuple[str, AnyAlgorithm]]:
         pairs = [(getattr(one, "title", "?"), one) for one in listed(methods) or []]
     for label, algorithm in pairs:
         if not isinstance(algorithm, Algorithm):
-            raise InputError(f"methods[{label!r}]={shown(algorithm)} is no algorithm; give fadamgc.FAdamGC()")
+            raise InputError(
+                f"methods[{label!r}]={shown(algorithm)} is not an algorithm; give fadamgc.FAdamGC()"
+            )
     if not pairs:
         raise InputError(f"methods={shown(methods)} is empty; give algorithms by label, or a list of them")
     return pairs

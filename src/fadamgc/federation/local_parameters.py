@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fadamgc.algorithm import Algorithm, AnyAlgorithm, Cohort, Flag, Steps
+from fadamgc.algorithm import AnyAlgorithm, Cohort, Flag, Steps
 from fadamgc.errors import InputError, cut, shown
 from fadamgc.flat import Flat
 from fadamgc.grouped import GroupedAlgorithm
-from fadamgc.hyperparameters import with_schedules
+from fadamgc.wrapped import Wrapped
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,10 +136,9 @@ class PartLocal(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class PartlyLocal(Algorithm[PartServer, PartDown, PartClient, PartLocal, Any]):
+class PartlyLocal(Wrapped[PartServer, PartDown, PartClient, PartLocal, Any]):
     """An algorithm for a model some of whose parameters stay at the clients."""
 
-    inner: Any  # the algorithm
     layout: Layout
     first_buffers: tuple[float, ...] = ()  # the local buffers of the initial model
 
@@ -151,47 +150,9 @@ class PartlyLocal(Algorithm[PartServer, PartDown, PartClient, PartLocal, Any]):
             )
 
     @property
-    def title(self) -> str:  # type: ignore[override]
-        """The name in tables and legends."""
-        return str(self.inner.title)
-
-    @property
     def tracked_only(self) -> tuple[str, ...]:  # type: ignore[override]
         """The inner algorithm's."""
         return tuple(self.inner.tracked_only)
-
-    @property
-    def eta_l(self) -> float:
-        """The local step size."""
-        return float(self.inner.eta_l)
-
-    @property
-    def coin(self) -> float | None:
-        """The inner algorithm's."""
-        return self.inner.coin  # type: ignore[no-any-return]
-
-    @property
-    def init_gradient(self) -> bool:
-        """The inner algorithm's."""
-        return bool(self.inner.init_gradient)
-
-    @property
-    def round_gradient(self) -> bool:
-        """The inner algorithm's."""
-        return bool(self.inner.round_gradient)
-
-    @property
-    def full_participation(self) -> bool:
-        """The inner algorithm's."""
-        return bool(self.inner.full_participation)
-
-    def at(self, t: int) -> PartlyLocal:
-        """Return the algorithm of round t."""
-        return dataclasses.replace(self, inner=self.inner.at(t))
-
-    def for_rounds(self, rounds: int) -> PartlyLocal:
-        """Return the algorithm for a run with that many rounds."""
-        return dataclasses.replace(self, inner=with_schedules(self.inner, lambda s: s.over(rounds)))
 
     def _parts(self, x: Tensor, g: Tensor | None) -> Iterable[tuple[Tensor, Tensor | None]]:
         gradients = (None, None) if g is None else self.layout.split(g)

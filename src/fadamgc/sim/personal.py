@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from fadamgc.algorithm import Algorithm, AnyAlgorithm, Cohort, Empty, Flag, Steps
+from fadamgc.algorithm import AnyAlgorithm, Cohort, Empty, Flag, Steps
 from fadamgc.federation.client_data import ClientTable
 from fadamgc.federation.functions import Buffers
 from fadamgc.federation.jobs import Job
@@ -18,6 +18,7 @@ from fadamgc.sim.executors.base import Executor, Workload
 from fadamgc.sim.executors.loop import LoopExecutor
 from fadamgc.sim.executors.threads import ThreadsExecutor
 from fadamgc.sim.executors.vectorized import VectorizedExecutor
+from fadamgc.wrapped import Wrapped
 
 
 class Trained(NamedTuple):
@@ -27,28 +28,8 @@ class Trained(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class ForItself(Algorithm[Any, Any, Any, Any, Trained]):
+class ForItself(Wrapped[Any, Any, Any, Any, Trained]):
     """The local steps of an algorithm, after which the client only says where it is."""
-
-    inner: Any
-
-    def __post_init__(self) -> None:
-        """Check nothing: the algorithm has been checked."""
-
-    @property
-    def eta_l(self) -> float:
-        """The local step size."""
-        return float(self.inner.eta_l)
-
-    @property
-    def init_gradient(self) -> bool:
-        """The inner algorithm's."""
-        return bool(self.inner.init_gradient)
-
-    @property
-    def round_gradient(self) -> bool:
-        """The inner algorithm's."""
-        return bool(self.inner.round_gradient)
 
     def init_server(self, x: Tensor, g: Tensor | None = None) -> Any:
         """Return the inner algorithm's state."""

@@ -75,7 +75,7 @@ def build_task(spec: TaskSpec, seed: int, validation: float = 0.0) -> Task:
 
 
 def completed(spec: TaskSpec) -> TaskSpec:
-    """Return the section with the number of clients and the metric of a task of one's own."""
+    """Return the section with the number of clients and the metric of your own task."""
     if isinstance(spec, TableTask) and spec.client is not None:
         owner = own.read_table(spec).owner
         assert owner is not None

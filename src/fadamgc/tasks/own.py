@@ -1,4 +1,4 @@
-"""Tasks of one's own in a spec: a function that returns a Task, or a table in a file."""
+"""Your own tasks in a spec: a function that returns a Task, or a table in a file."""
 
 from __future__ import annotations
 
@@ -122,7 +122,9 @@ def held_out(task: Task, share: float) -> Task:
         test.append(data.take(np.sort(order[:count])))
         train.append(data.take(np.sort(order[count:])))
     if not any(map(len, test)):
-        raise InputError(f"validation={share} of the clients' data is no sample; the clients are too small")
+        raise InputError(
+            f"validation={share} of the clients' data is less than one sample; the clients are too small"
+        )
     return replace(task, clients=train, test=joined([data for data in test if len(data)]))
 
 
@@ -266,7 +268,9 @@ def _cut(data: TableData, share: float, seed: int) -> tuple[TableData, TableData
         rows = random.permutation(np.flatnonzero(owner == name))
         is_test[rows[: min(round(share * len(rows)), len(rows) - 1)]] = True
     if not is_test.any():
-        raise InputError(f"a share of {share} is no row; the table, or each client, has too few rows")
+        raise InputError(
+            f"a share of {share} is less than one row; the table, or each client, has too few rows"
+        )
 
     def part(rows: NDArray[Any]) -> TableData:
         return TableData(data.x[rows], data.y[rows], None if data.owner is None else data.owner[rows])
