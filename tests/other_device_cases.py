@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import fadamgc
 from fadamgc.federation import jobs
 from fadamgc.sim.executors import vectorized
+from pretend_device import install
 from problems import REPRESENTATIVES, class_task
 
 HOW: dict[str, Any] = {"rounds": 3, "local_steps": 3, "batch_size": 8, "progress": False}
@@ -109,8 +110,7 @@ def random_numbers() -> dict[str, Any]:
 
 
 def main() -> None:
-    import pretend_device
-
+    device = install()
     # A device made in Python cannot have generators; its numbers come from one of the CPU.
     jobs.generator_on = lambda _, seed: torch.Generator().manual_seed(seed)
     # Nor can torch record operations on tensors made in Python, if constants are among them.
@@ -122,7 +122,7 @@ def main() -> None:
         except Exception as error:
             found[name] = {"error": f"{type(error).__name__}: {str(error)[:400]}"}
     found["random numbers"] = random_numbers()
-    x = torch.ones(3, device=pretend_device.DEVICE)
+    x = torch.ones(3, device=device)
     try:
         _ = x + torch.ones(3)
     except RuntimeError as error:

@@ -1,8 +1,8 @@
 """A device that is not the CPU, on a machine that has no other one: "pretend".
 
 Its tensors keep their numbers in the memory of the CPU, and every operation refuses tensors of two devices,
-as a GPU would. Its random numbers are its own. Importing this module changes torch for the whole process:
-tests run it in another process (``tests/sim/test_other_device.py``).
+as a GPU would. Its random numbers are its own. ``install`` changes torch for the whole process: tests run it
+in another process (``tests/sim/test_other_device.py``).
 """
 
 from __future__ import annotations
@@ -54,8 +54,6 @@ class Backend:
 
 
 BACKEND = Backend()
-_setup_privateuseone_for_python_backend(NAME, BACKEND)
-DEVICE = torch.device(NAME, 0)
 
 
 class Pretend(Tensor):
@@ -71,7 +69,7 @@ class Pretend(Tensor):
             strides=raw.stride(),
             storage_offset=raw.storage_offset(),
             dtype=raw.dtype,
-            device=DEVICE,
+            device=torch.device(NAME, 0),
         )
         made.raw = raw
         return made
@@ -145,7 +143,15 @@ def _copy_from(source: Any, to: Any, non_blocking: bool = False) -> Any:
     return to
 
 
-LIBRARY = torch.library.Library("aten", "IMPL")
-LIBRARY.impl("empty.memory_format", _empty, "PrivateUse1")
-LIBRARY.impl("empty_strided", _empty_strided, "PrivateUse1")
-LIBRARY.impl("_copy_from", _copy_from, "PrivateUse1")
+LIBRARIES: list[torch.library.Library] = []  # they last as long as they are referred to
+
+
+def install() -> torch.device:
+    """Tell torch about the device, for the rest of this process; return the device."""
+    _setup_privateuseone_for_python_backend(NAME, BACKEND)
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("empty.memory_format", _empty, "PrivateUse1")
+    library.impl("empty_strided", _empty_strided, "PrivateUse1")
+    library.impl("_copy_from", _copy_from, "PrivateUse1")
+    LIBRARIES.append(library)
+    return torch.device(NAME, 0)

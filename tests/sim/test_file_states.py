@@ -135,7 +135,7 @@ def test_auto_goes_to_files_where_memory_would_not_do(monkeypatch):
     clients = simulate(fadamgc.FAdamGC()).clients
     assert type(clients) is ClientStates
     half = 5 * state_bytes(clients.initial)
-    monkeypatch.setattr("fadamgc.sim.engine.memory", lambda: 2 * half)
+    monkeypatch.setattr("fadamgc.sim.engine.memory", lambda _: 2 * half)
     assert type(simulate(fadamgc.FAdamGC()).clients) is FileStates
     assert type(simulate(fadamgc.FAdamGC(), rounds=1).clients) is ClientStates
 
