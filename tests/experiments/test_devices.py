@@ -46,6 +46,11 @@ def test_a_run_of_a_worker_gets_its_gpu(tmp_path, gpus, monkeypatch):
     assert execution.arguments(plan[0], class_task())["device"] == torch.device("cuda:1")
 
 
+def test_threads_stay_on_the_cpu(tmp_path, gpus):
+    plan = ExperimentFolder(tmp_path).plan(spec_of(TINY.replace('"loop"', '"threads"')))
+    assert execution.arguments(plan[0], class_task())["device"] == torch.device("cpu")
+
+
 def test_the_device_does_not_belong_to_the_identity_of_a_run(tmp_path):
     text = TINY.replace('executor = "loop"', 'executor = "loop"\ndevice = "cpu"')
     one, other = (ExperimentFolder(tmp_path).plan(spec_of(t))[0] for t in (TINY, text))

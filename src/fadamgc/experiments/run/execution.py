@@ -172,7 +172,7 @@ def arguments(planned: PlannedRun, task: Task) -> dict[str, Any]:
         "cost": planned.cost.model(),
         "dtype": getattr(torch, run.dtype),
         "executor": run.executor,
-        "device": _device(run.device),
+        "device": _device("cpu" if run.device == "auto" and run.executor == "threads" else run.device),
     }
 
 
