@@ -114,6 +114,14 @@ SYSTEMS = (
     _ours("fedavg", "fadamgc, FedAvg", "sgd", "adam"),
     _ours("local_adam", "fadamgc, LocalAdam", "adam"),
     _ours("fadamgc", "fadamgc, FAdamGC", "adam"),
+    System(
+        "ours_fadamgc_ray",
+        "fadamgc, FAdamGC, 2 Ray actors",
+        "workers.ours",
+        arguments=("--algorithm=fadamgc", "--executor=ray"),
+        optimizers=("adam",),
+        isolated=True,
+    ),
     System("pfl", "pfl", "workers.pfl_worker", "pfl"),
     System("pfl_fused", "pfl, fused optimizer", "workers.pfl_worker", "pfl", ("--fused",)),
     System(

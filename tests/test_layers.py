@@ -19,7 +19,7 @@ ROOT = Path(fadamgc.__file__).parent
 # What every room may import: values, messages, files, threads and trees; they import only each other.
 FOUNDATION = {
     *("errors", "escape", "files", "bundle", "cache", "runtime", "tree", "fields", "toml", "section"),
-    *("hyperparameters", "loading", "random_numbers", "schedules", "stages"),
+    *("cluster", "hyperparameters", "loading", "random_numbers", "schedules", "stages"),
 }
 
 # Room by room, from the ground to the roof: the other rooms that its modules may import.
@@ -33,10 +33,20 @@ ALLOWED = {
     "models": set(),
     "tasks": {"data", "models", "task"},
     "federation": {"algorithm", "methods", "task"},
-    "sim.executors": {"algorithm", "federation"},
+    "sim.executors": {"algorithm", "federation", "task"},
     "sim": {"algorithm", "federation", "sim.executors", "task"},
     "fadamgc": {  # the public names
-        *("algebra", "algorithm", "experiments", "federation", "methods", "optim", "sim", "task"),
+        *(
+            "algebra",
+            "algorithm",
+            "experiments",
+            "federation",
+            "methods",
+            "optim",
+            "sim",
+            "sim.executors",
+            "task",
+        ),
     },
     "trackers": {"sim"},
     "flower": {"algorithm", "federation", "methods", "sim.executors", "task", "tasks"},

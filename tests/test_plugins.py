@@ -97,6 +97,7 @@ def spec_of(folder: Path, reference: str) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ["", ".py"])
 def test_a_spec_names_a_class_in_a_module_or_a_file(name: str, ending: str, tmp_path: Path) -> None:
     """The file is beside the spec; the working folder is another one. Two workers import it as well."""
@@ -108,6 +109,7 @@ def test_a_spec_names_a_class_in_a_module_or_a_file(name: str, ending: str, tmp_
     assert type(run.algorithm).__name__ == "MyProx"
 
 
+@pytest.mark.slow
 def test_the_commands_know_it(name: str, tmp_path: Path) -> None:
     path = spec_of(tmp_path, f"{name}.py:MyProx")
     out = tmp_path / "out"
@@ -117,6 +119,7 @@ def test_the_commands_know_it(name: str, tmp_path: Path) -> None:
     assert f'algorithm = "{name}.py:MyProx"' in (tmp_path / "tuned" / "tuned.toml").read_text()
 
 
+@pytest.mark.slow
 def test_a_report_imports_nothing(name: str, tmp_path: Path) -> None:
     path = spec_of(tmp_path, f"{name}.py:MyProx")
     out = tmp_path / "out"
@@ -129,6 +132,7 @@ def test_a_report_imports_nothing(name: str, tmp_path: Path) -> None:
     assert "My FedProx" in (out / "results.md").read_text()
 
 
+@pytest.mark.slow
 def test_import_makes_registered_names_known(name: str, tmp_path: Path) -> None:
     file = tmp_path / f"{name}.py"
     file.write_text(METHOD + "\nfadamgc.register('my_prox', MyProx)\n")
@@ -139,6 +143,7 @@ def test_import_makes_registered_names_known(name: str, tmp_path: Path) -> None:
     assert run.settings["algorithm"] == "my_prox"
 
 
+@pytest.mark.slow
 def test_an_entry_point_of_another_package(name: str, tmp_path: Path) -> None:
     """As an installed package has it; one that cannot be imported is left out with a warning."""
     info = tmp_path / "mine-1.0.dist-info"
@@ -193,6 +198,7 @@ def test_messages_and_files_import_nothing(name: str, tmp_path: Path) -> None:
     assert called == []
 
 
+@pytest.mark.slow
 def test_a_rule_that_cannot_be_mapped_runs_in_the_loop(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -51,6 +51,7 @@ EXAMPLES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", EXAMPLES)
 def test_the_docs_examples_run(block, monkeypatch):
     monkeypatch.setattr(methods, "_REGISTRY", dict(methods._REGISTRY))  # the example may register a method

@@ -109,6 +109,7 @@ def test_executors_agree(name: str, executor: Any) -> None:
     torch.testing.assert_close(fast.x, loop.x, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.slow
 def test_a_schedule_of_any_number_of_an_algorithm() -> None:
     task = class_task(EVEN)
     algorithm = fadamgc.FAdamGC(
@@ -182,6 +183,7 @@ def test_a_config_of_flower_has_schedules() -> None:
     assert read_config({"clients": 2, **table}).algorithm.eta_l == expected
 
 
+@pytest.mark.slow
 def test_a_spec_has_schedules(tmp_path) -> None:
     text = """
         name = "schedules"

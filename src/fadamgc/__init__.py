@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from fadamgc.optim import ClientOptimizer
     from fadamgc.sim.checkpoint import load_run
     from fadamgc.sim.engine import RoundEnd
+    from fadamgc.sim.executors.ray_actors import Ray
     from fadamgc.sim.many import simulate_many
     from fadamgc.sim.simulate import simulate
     from fadamgc.task import Task
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
         "LazyClients",
         "NonFiniteError",
         "OtherRunError",
+        "Ray",
         "Record",
         "RoundEnd",
         "Run",
@@ -94,6 +96,7 @@ _NAMES = {
     "optim": ("ClientOptimizer",),
     "sim.checkpoint": ("load_run",),
     "sim.engine": ("RoundEnd",),
+    "sim.executors.ray_actors": ("Ray",),
     "sim.many": ("simulate_many",),
     "sim.simulate": ("simulate",),
     "task": ("Task",),

@@ -439,8 +439,9 @@ class _Steps:
         rows = iter(self.rows)
         for run in self.runs:
             x, g = _flat(run), _gradient(run)
-            for pieces in zip(torch.split(x, self.piece), torch.split(g, self.piece), strict=True):
-                values[0], values[1] = map(self.view, pieces)
+            x_view, g_view = self.view(x), self.view(g)
+            for first in range(0, len(x), self.piece):
+                values[0], values[1] = x_view[first : first + self.piece], g_view[first : first + self.piece]
                 for position, tensor in zip(self.positions, next(rows), strict=True):
                     values[position] = tensor
                 self.run(values)

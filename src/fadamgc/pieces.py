@@ -305,7 +305,7 @@ class _Allocation:
             if place is None:
                 suitable = [i for i in free if call.writes and scratch[i - first] == dtype]
                 if suitable:
-                    place = suitable[0]
+                    place = suitable[-1]  # the memory of an argument, if possible: it is in the cache
                     free.remove(place)
                 else:
                     place = first + len(scratch)

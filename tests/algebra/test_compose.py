@@ -12,6 +12,7 @@ from torch import Tensor
 
 import fadamgc
 from fadamgc import compose, correction, local, server
+from fadamgc.algebra.compose import Composition, Parts
 from fadamgc.algebra.correction import Correction
 from fadamgc.algebra.local import LocalRule
 from fadamgc.algebra.server import ServerRule
@@ -258,7 +259,7 @@ def test_many_compositions_at_once_are_the_same_runs_alone():
         assert torch.equal(run.x, fadamgc.simulate(algorithm, task, progress=False, **options).x)
 
 
-# Rules of one's own that are not right.
+# Custom rules that are not right.
 
 
 @dataclass(frozen=True)
@@ -286,9 +287,53 @@ class OnlyX(ServerRule):
         return x + D
 
 
+@dataclass(frozen=True)
+class OnlyG(Correction):
+    def before(self, down, client, local, x, g):
+        return g
+
+
+@dataclass(frozen=True)
+class ShorterD(Correction):
+    def after(self, down, client, local, d):
+        return d[:-1]
+
+
+@dataclass(frozen=True)
+class NoMessage(Correction):
+    def finish(self, down, client, local, x, K, eta_l, tracked):
+        return client
+
+
+@dataclass(frozen=True)
+class NoState(Correction):
+    def aggregate(self, server, total, D, cohort, eta_l):
+        return D
+
+
+@dataclass(frozen=True)
+class Named(Composition):
+    """A composition under a name of its own, whose factors do not fit."""
+
+    title: ClassVar[str] = "Named"
+    eta_l: float = positive(0.1)
+    correction: str = choice("post", "direction")
+
+    def parts(self):
+        if self.correction == "post":
+            return Parts(local.Adam(v="share"), correction.Post(), server.Average())
+        return Parts(local.SGD(), correction.Direction(), server.Adam())
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda: compose(correction=OnlyG()), r"OnlyG\.before must return the corrected gradient"),
+        (lambda: compose(correction=ShorterD()), r"ShorterD\.after must return .* of the same types and"),
+        (lambda: compose(correction=NoMessage()), r"NoMessage\.finish must return the client's new state"),
+        (lambda: compose(correction=NoState()), r"NoState\.aggregate must return the server's new state"),
+        (lambda: Named(), "correction='post' with v='share' is not accepted"),
+        (lambda: Named(correction="direction"), "correction='direction' with server=Adam is not accepted"),
         (lambda: fadamgc.compose(OnlyD()), r"OnlyD\.direction must return the direction"),
         (lambda: fadamgc.compose(Shorter()), "of the same types and shapes"),
         (lambda: fadamgc.compose(NoDataclass()), r"write @dataclass\(frozen=True\) above the class"),
@@ -310,6 +355,7 @@ def test_alpha_is_replaced():
     assert algo.replace(alpha=0.5) == fadamgc.compose(correction="direction", alpha=0.5)
 
 
+@pytest.mark.slow
 def test_a_rule_of_ones_own_is_named_by_its_module(tmp_path, monkeypatch):
     (tmp_path / "my_rules_of_mine.py").write_text(
         "from dataclasses import dataclass\n"
@@ -329,6 +375,7 @@ def test_a_rule_of_ones_own_is_named_by_its_module(tmp_path, monkeypatch):
     assert fadamgc.load_run(tmp_path / "c").algorithm == algo
 
 
+@pytest.mark.slow
 def test_another_number_of_a_rule_is_named_when_a_run_does_not_continue(tmp_path):
     options = {"checkpoint": tmp_path, "resume": True, "progress": False}
     fadamgc.simulate(fadamgc.compose(fadamgc.local.Adam(0.1)), class_task(), rounds=1, **options)

@@ -431,6 +431,7 @@ def test_help_and_list_need_no_torch(words):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_list_has_algorithms_of_plug_ins(tmp_path):
     source = "import fadamgc\n\n\nclass Mine(fadamgc.FedAvg):\n    'My own rule.'\n\n    title = 'Mine'\n\n\n"
     (tmp_path / "my_plug_in.py").write_text(source + "fadamgc.register('mine', Mine)\n")

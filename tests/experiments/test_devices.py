@@ -59,6 +59,7 @@ def test_the_device_does_not_belong_to_the_identity_of_a_run(tmp_path):
     assert one.identity() == other.identity()
 
 
+@pytest.mark.slow
 def test_commands_have_a_device(tmp_path):
     spec = tmp_path / "spec.toml"
     spec.write_text(TINY)
@@ -76,6 +77,7 @@ def test_commands_have_a_device(tmp_path):
     assert "cannot be used here" in missing.output
 
 
+@pytest.mark.slow
 def test_simulate_with_auto():
     run = fadamgc.simulate(fadamgc.FedAvg(), class_task(), rounds=1, device="auto", progress=False)
     assert run.x.device.type == "cpu"

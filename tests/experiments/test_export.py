@@ -111,6 +111,7 @@ def test_what_cannot_be_exported_says_why(tmp_path: Path) -> None:
 # The commands.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["last", "best"])
 def test_save_models(which: str, tmp_path: Path) -> None:
     spec, out = tmp_path / "spec.toml", tmp_path / "out"

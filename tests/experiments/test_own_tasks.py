@@ -119,6 +119,7 @@ def spec_of(folder: Path, task: str) -> Path:
 # A function.
 
 
+@pytest.mark.slow
 def test_a_function_in_a_spec_does_what_built_in_data_do(module: str, tmp_path: Path) -> None:
     path = spec_of(tmp_path, f'data = "{module}.py:make_task"\noptions = {{ noise = 0.5 }}')
     out = tmp_path / "out"
@@ -148,6 +149,7 @@ def test_the_partition_of_a_function_is_drawn(module: str, tmp_path: Path) -> No
     assert (tmp_path / "mine.png").stat().st_size > 1000
 
 
+@pytest.mark.slow
 def test_workers_share_the_task_of_a_function(module: str, tmp_path: Path, monkeypatch: Any) -> None:
     """The function is called once per seed in this process, and never in the workers."""
     path = spec_of(tmp_path, f'data = "{module}.py:counted"')
@@ -231,6 +233,7 @@ def table(folder: Path, kind: str, regression: bool = False) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["csv", "parquet", "npz"])
 @pytest.mark.parametrize("how", ["clients = 5\nalpha = 0.5", 'client = "who"'])
 def test_a_table_in_a_spec(kind: str, how: str, tmp_path: Path) -> None:
@@ -309,6 +312,7 @@ METHODS = {"mine": fadamgc.FAdamGC(eta_l=0.05), "plain": fadamgc.FedAvg(eta_l=0.
 HOW: dict[str, Any] = {"rounds": 3, "local_steps": 2, "batch_size": 8, "progress": False, "executor": "loop"}
 
 
+@pytest.mark.slow
 def test_an_experiment_in_python(tmp_path: Path) -> None:
     options: dict[str, Any] = {"seeds": 2, "target": 0.8, "title": "Points", "options": {"noise": 0.5}, **HOW}
     results = fadamgc.experiment(make_task, METHODS, out=tmp_path / "out", **options)
@@ -322,6 +326,7 @@ def test_an_experiment_in_python(tmp_path: Path) -> None:
     assert results_markdown(again) == results_markdown(results)
 
 
+@pytest.mark.slow
 def test_an_experiment_with_tuning_and_a_class_of_this_program(tmp_path: Path) -> None:
     class Mine(fadamgc.FedAvg):
         title = "Mine"
@@ -340,6 +345,7 @@ def test_an_experiment_with_tuning_and_a_class_of_this_program(tmp_path: Path) -
     assert results.spec.methods[0].hyperparameters["eta_l"] == 0.1
 
 
+@pytest.mark.slow
 def test_a_task_is_known_by_its_data(tmp_path: Path) -> None:
     options: dict[str, Any] = {"out": tmp_path / "out", "seeds": 1, "resume": True, **HOW}
     fadamgc.experiment(make_task(0), METHODS, **options)
@@ -366,6 +372,7 @@ def test_bad_experiments_are_refused(change: dict[str, Any], message: str, tmp_p
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_report_from_runs_that_exist(tmp_path: Path) -> None:
     task = make_task(0)
     runs = [{"algorithm": algo, "seed": seed} for algo in METHODS.values() for seed in (0, 1)]

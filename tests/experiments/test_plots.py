@@ -33,6 +33,7 @@ def rising(*values, band=0.0):
     return frame.assign(low=frame["mean"] - band, high=frame["mean"] + band)
 
 
+@pytest.mark.slow
 def test_a_pdf_has_its_fonts_and_the_same_bytes_each_time(done):
     results = read_results(done)
     first, again = (image_files("curves", figure_of(results)) for _ in range(2))

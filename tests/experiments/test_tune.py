@@ -144,6 +144,7 @@ eta_l = {{ cosine = 0.3, end = 0.001 }}
 """
 
 
+@pytest.mark.slow
 def test_any_hyperparameter_is_tuned_where_a_method_has_it(tmp_path):
     (tmp_path / "out").mkdir()
     spec = parse_spec(OTHERS.format(search=""), "spec.toml")

@@ -59,6 +59,7 @@ def test_where_low_is_good_the_worst_are_high() -> None:
     assert client_metrics(values, range(19))["clients: not yet seen"] == 19
 
 
+@pytest.mark.slow
 def test_a_resumed_run_may_evaluate_clients(tmp_path) -> None:
     options: dict[str, Any] = {"checkpoint": tmp_path, "resume": True, "eval_clients": True}
     fadamgc.simulate(fadamgc.FedAvg(), class_task(), **RUN | {"rounds": 2}, **options)

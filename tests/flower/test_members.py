@@ -49,6 +49,7 @@ def test_a_client_cannot_give_itself_all_the_weight(tmp_path):
     assert not free.server.needs_all
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("liar", [0, 2])
 def test_a_node_with_too_many_samples_is_turned_away(liar, tmp_path, caplog):
     _, grid, strategy = make(tmp_path, weights="size", wait_timeout=0.5)

@@ -151,6 +151,7 @@ def test_a_node_that_returns_under_another_number_continues(tmp_path):
     assert torch.equal(strategy.coordinator.server.x, run.x)
 
 
+@pytest.mark.slow
 def test_too_few_clients_end_the_run_or_skip_the_round(tmp_path):
     _, grid, strategy = make(tmp_path, min_clients=2)
     grid.deaf = {0, 1}
@@ -275,6 +276,7 @@ def test_two_nodes_that_say_they_are_one_client(tmp_path, caplog):
     assert torch.equal(strategy.coordinator.server.x, run.x)
 
 
+@pytest.mark.slow
 def test_a_node_that_cannot_start_is_reported_once_and_not_asked_all_the_time(tmp_path, caplog):
     _, grid, strategy = make(tmp_path, min_clients=3, wait_timeout=1.0)
     honest = grid.app

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import pytest
@@ -14,11 +15,13 @@ import fadamgc
 from command import fadamgc as command
 from fadamgc.judge.checks import CHECKS, run_checks
 from fadamgc.judge.digits import compare_on_digits
+from fadamgc.judge.invariants import invariants
 from fadamgc.judge.quadratics import Exactness, exactness
 from fadamgc.judge.verdict import Verdict, find_method, judge
 from problems import REPRESENTATIVES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*REPRESENTATIVES, "fedadamw", "scaffnew", "mtgc", "mtgc_adam"])
 def test_sound_methods_pass(name):
     failed = [check for check in run_checks(fadamgc.make_algorithm(name)) if not check.passed]
@@ -172,8 +175,83 @@ def test_a_sound_variant_passes():
 def test_an_unsound_method_is_not_compared():
     verdict = judge(SendsUntracked())
     assert not verdict.sound
-    assert verdict.digits == verdict.quadratics == []
+    assert verdict.digits == verdict.quadratics == verdict.invariants == []
     assert verdict.summary == "FAdamGC is not sound: 1 checks failed (bytes are counted)"
+
+
+# The invariants, in their order: means, copies, coordinates, signs, origin, scale of the loss.
+
+
+@dataclass(frozen=True)
+class ForgetsTheFactor(fadamgc.FAdamGC):
+    """The server adds dy as if the clients of the round were all clients."""
+
+    def aggregate(self, server, total, cohort):
+        return super().aggregate(server, total, cohort._replace(n=cohort.S))
+
+
+@dataclass(frozen=True)
+class SumsTheChanges(fadamgc.FedAvg):
+    """The server adds the clients' changes instead of their mean."""
+
+    def aggregate(self, server, total, cohort):
+        return super().aggregate(server, total, cohort._replace(S=1.0))
+
+
+@dataclass(frozen=True)
+class OnlyUp(fadamgc.FedAvg):
+    """Steps that depend on the sign of the gradient."""
+
+    def step(self, down, client, local, x, g):
+        return super().step(down, client, local, x, g.clamp(max=0))
+
+
+@dataclass(frozen=True)
+class FirstIsFaster(fadamgc.FedAvg):
+    """Coordinates with step sizes of their own."""
+
+    def step(self, down, client, local, x, g):
+        return super().step(down, client, local, x, g / torch.arange(1, len(x) + 1))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "holds"),
+    [
+        (fadamgc.FAdamGC(), [True, True, True, True, True, True]),
+        (fadamgc.FedAvg(), [None, True, True, True, True, False]),
+        (fadamgc.Scaffold(), [True, True, True, True, True, False]),
+        (fadamgc.FedDC(), [True, True, True, True, True, False]),
+        (fadamgc.MimeLite(), [None, True, True, True, True, False]),
+        (fadamgc.FAdamGC(init="gradient"), [True, True, True, True, True, True]),
+        (fadamgc.DiLoCo(), [None, True, True, True, False, True]),
+        (fadamgc.DiLoCo(weight_decay=0.0), [None, True, True, True, True, True]),
+        (fadamgc.MTGCAdam(), [None, True, True, True, True, True]),
+        (fadamgc.compose(fadamgc.local.Adam(), "pre"), [True, True, True, True, True, True]),
+        (ForgetsTheFactor(), [False, True, True, True, True, True]),
+        (SumsTheChanges(), [None, False, True, True, True, False]),
+        (FirstIsFaster(), [None, True, False, True, True, False]),
+        (OnlyUp(), [None, True, True, False, True, False]),
+    ],
+    ids=lambda value: getattr(value, "title", None),
+)
+def test_invariants(algorithm, holds):
+    assert [invariant.holds for invariant in invariants(algorithm)] == holds
+
+
+def test_the_verdict_says_which_invariants_hold():
+    verdict = judge(ForgetsTheFactor(), quick=True)
+    assert verdict.sound  # an invariant that does not hold is no failure
+    found = {invariant["name"]: invariant for invariant in json.loads(verdict.to_json())["invariants"]}
+    assert found["server's state is the clients' mean"]["holds"] is False
+    assert "y and the mean of the clients' y differ" in found["server's state is the clients' mean"]["detail"]
+
+
+def test_a_method_that_fails_in_an_invariant_is_told():
+    class Small(fadamgc.FedAvg):
+        def step(self, down, client, local, x, g):
+            raise ValueError("too many coordinates")
+
+    assert all("too many coordinates" in invariant.detail for invariant in invariants(Small()))
 
 
 @pytest.mark.slow
@@ -201,7 +279,7 @@ def test_digits(monkeypatch):
     assert other.method == "LocalAdam"
     assert (mine.reached, mine.seeds, mine.rounds) == (0, 2, None)
     assert 0 < mine.final < 1
-    verdict = Verdict("FedAvg", {}, [], [], [mine, other])
+    verdict = Verdict("FedAvg", {}, [], [], [], [mine, other])
     assert "of 2 on digits" in verdict.summary
 
 
@@ -315,7 +393,7 @@ def test_whatever_a_method_prints_the_verdict_is_json(tmp_path):
 
 def test_numbers_that_json_does_not_have_become_null():
     result = Exactness(sampled=12, norm=float("inf"), eta_l=float("nan"), before=float("inf"))
-    verdict = Verdict("mine", {}, [], [result], [])
+    verdict = Verdict("mine", {}, [], [], [result], [])
     found = json.loads(verdict.to_json(), parse_constant=lambda name: pytest.fail(name))
     assert found["quadratics"][0]["norm"] is None
     assert found["quadratics"][0]["verdict"] == "diverges"

@@ -180,6 +180,7 @@ def test_an_interrupted_group_round_leaves_the_checkpoint_of_the_round_before(tm
     assert torch.equal(resumed.x, whole.x)
 
 
+@pytest.mark.slow
 def test_many_runs_at_once_are_each_as_alone() -> None:
     task = class_task(EVEN)
     runs = [{"algorithm": fadamgc.MTGC(eta_l=e), "seed": s} for e in (0.1, 0.01) for s in (0, 1)]

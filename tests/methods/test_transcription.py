@@ -207,6 +207,7 @@ def client_field(run: Any, i: int, name: str) -> torch.Tensor:
     return value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "schedule", "executor"), RUNS)
 def test_package_follows_the_transcription(case: Case, schedule: Schedule, executor: str) -> None:
     problem = make_problem()

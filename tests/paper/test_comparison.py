@@ -232,6 +232,7 @@ def test_links_on_the_page_lead_somewhere(root, tmp_path):
     assert all((tmp_path / link).exists() for link in links)
 
 
+@pytest.mark.slow
 def test_bounds_are_written_next_to_measurements(root):
     experiments = read_members(root / "theory", read_study(root / "theory"))
     lines = theory.bounds(experiments)
@@ -286,6 +287,7 @@ def test_a_study_is_priced_again_by_report(root, tmp_path):
     assert (tmp_path / "theory" / "report.html").exists()
 
 
+@pytest.mark.slow
 def test_a_folder_of_another_study_is_refused(root, tmp_path):
     keep(root / "theory", tmp_path / "theory")
     other = parse_study(STUDY.replace('name = "theory"', 'name = "other"', 1), "here", "laptop")

@@ -363,6 +363,7 @@ def test_public_names():
     assert sorted(fadamgc.__all__, key=lambda s: s) == sorted(set(fadamgc.__all__))
 
 
+@pytest.mark.slow
 def test_without_a_terminal_there_is_a_line_now_and_then(monkeypatch, capsys):
     from fadamgc.sim import progress
 

@@ -131,6 +131,7 @@ def test_a_damaged_file_is_refused(tmp_path, damage):
         simulate(fadamgc.FAdamGC(), states="files", checkpoint=tmp_path / "c", resume=True)
 
 
+@pytest.mark.slow
 def test_auto_goes_to_files_where_memory_would_not_do(monkeypatch):
     clients = simulate(fadamgc.FAdamGC()).clients
     assert type(clients) is ClientStates

@@ -270,6 +270,7 @@ def storages():
     return sum(sizes.values())
 
 
+@pytest.mark.slow
 def test_subsets_of_one_dataset_share_its_tensors():
     X, y = torch.randn(4000, 64), torch.arange(4000) % 4
     data = TensorDataset(X, y)
@@ -292,6 +293,7 @@ def test_split_does_not_copy_the_data():
     assert sum(len(rows) for rows in task.samples) == 800
 
 
+@pytest.mark.slow
 def test_pairs_are_in_memory_once_after_a_run():
     before = storages()
     pairs = [(torch.randn(500, 64), torch.arange(500) % 4) for _ in range(4)]
@@ -330,6 +332,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="memory is measured with /proc")
 def test_several_workers_read_the_same_memory(tmp_path):
     (tmp_path / "script.py").write_text(WORKERS)

@@ -135,6 +135,7 @@ def test_only_the_shared_part_is_sent():
     assert whole.bytes_down - part.bytes_down == task.n * (2 * local + buffers)
 
 
+@pytest.mark.slow
 def test_a_local_part_is_trained_as_in_a_federation_of_one():
     task, algorithm = task_of(plain_net()), fadamgc.FAdamGC(eta_l=0.01)
     how = HOW | {"rounds": 1}
@@ -184,6 +185,7 @@ def test_clients_are_evaluated_with_their_own_parameters():
     assert run.history[-1].metrics["clients: mean"] == pytest.approx(np.mean(by_hand))
 
 
+@pytest.mark.slow
 def test_schedules_and_a_sweep():
     task = task_of(plain_net())
     algorithm = fadamgc.FAdamGC(eta_l=fadamgc.schedules.cosine(0.05))
@@ -225,6 +227,7 @@ def test_groups_are_refused():
 # Before and after one local epoch.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", ["loop", "threads", "vectorized"])
 @pytest.mark.parametrize("local_parameters", [None, "2"])
 def test_clients_after_one_local_epoch(executor, local_parameters):
@@ -239,6 +242,7 @@ def test_clients_after_one_local_epoch(executor, local_parameters):
     assert torch.equal(run.x, plain.x)
 
 
+@pytest.mark.slow
 def test_one_epoch_by_hand():
     task = task_of(plain_net(), metric="loss")
     run = fadamgc.simulate(

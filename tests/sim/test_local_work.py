@@ -42,6 +42,7 @@ def test_one_step_by_hand(executor: Any) -> None:
     assert only_one.x.item() == pytest.approx(4 - 0.1 * (3.5 + 3) / 2, abs=1e-15)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", [fadamgc.FAdamGC(), fadamgc.Scaffold(option="I"), fadamgc.MTGC()])
 @pytest.mark.parametrize("executor", ["vectorized", "threads"])
 def test_executors_agree(algorithm: Any, executor: Any) -> None:
@@ -134,6 +135,7 @@ def test_stragglers_do_a_part_of_their_epochs() -> None:
 # Clients that do not answer.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_clients_that_do_not_answer_change_nothing(executor: Any) -> None:
     """As if they had not been sampled: the same run by a schedule of those that answer."""
@@ -202,6 +204,7 @@ def test_the_deadline_is_saved_and_priced_again(tmp_path) -> None:
     assert [record.simulated_seconds for record in again.history] == pytest.approx([10.0] * 5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -292,6 +295,7 @@ def test_methods_that_need_all_clients_refuse_absences(options: Any) -> None:
         fadamgc.simulate(fadamgc.FANTLocal(), class_task(), **RUN | options)
 
 
+@pytest.mark.slow
 def test_an_exact_method_reaches_the_penalised_optimum() -> None:
     """The mean of (w - 0)^2 / 2, (w - 3)^2 / 2 and 0.5 w^2 / 2 for each has its minimum at 1."""
     options: dict[str, Any] = {"local_steps": 5, "weight_decay": 0.5, "progress": False}

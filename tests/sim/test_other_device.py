@@ -13,6 +13,8 @@ import pytest
 import other_device_cases
 from places import ROOT
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):

@@ -115,6 +115,7 @@ def test_a_runner_knows_what_comes_later(tmp_path):
     assert runner.later == 0
 
 
+@pytest.mark.slow
 def test_loading_is_said_by_the_workers(tmp_path, monkeypatch):
     heard = []
     show = study_progress.display

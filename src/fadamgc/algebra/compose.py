@@ -69,6 +69,13 @@ class Composition(Algorithm[Server, Down, Client, Local, Up]):
     hyperparameters.
     """
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        parts = self.parts()
+        _check_moments(parts.local)
+        _check_parts(parts)
+        _check_methods(parts)
+
     @abstractmethod
     def parts(self) -> Parts:
         """Return the factors."""
@@ -203,22 +210,7 @@ class Composed(Composition):
             if not isinstance(value, kind):
                 known = ", ".join(f"fadamgc.{name}.{cls.__name__}" for cls in NAMES[name].values())
                 raise InputError(f"{name}={shown(value)} is not a {kind.__name__}; there are {known}")
-        self._check_moments()
-        _check_parts(self.parts())
-        _check_steps(self.local, self.server)
-
-    def _check_moments(self) -> None:
-        moments = self.local.start(torch.zeros(1))
-        rule = type(self.local).__name__
-        if not hasattr(moments, "_fields"):
-            raise InputError(f"{rule}.start() returns {shown(moments)}; it must be a NamedTuple of moments")
-        for name in moments._fields:
-            home = getattr(self.local, name, None)
-            if home not in HOMES:
-                raise InputError(
-                    f"{rule}.{name}={shown(home)} is not accepted; the moment {name!r} needs a field that "
-                    "says where it lives between rounds: 'reset', 'keep' or 'share'"
-                )
+        super().__post_init__()
 
     @property
     def title(self) -> str:  # type: ignore[override]
@@ -342,6 +334,21 @@ def rule_table(kind: str, rule: Any) -> dict[str, Any]:
     return {"rule": name} | {field.name: plain_value(getattr(rule, field.name)) for field in fields(rule)}
 
 
+def _check_moments(local: LocalRule) -> None:
+    """Refuse a local rule that does not say where its moments live between rounds."""
+    moments = local.start(torch.zeros(1))
+    rule = type(local).__name__
+    if not hasattr(moments, "_fields"):
+        raise InputError(f"{rule}.start() returns {shown(moments)}; it must be a NamedTuple of moments")
+    for name in moments._fields:
+        home = getattr(local, name, None)
+        if home not in HOMES:
+            raise InputError(
+                f"{rule}.{name}={shown(home)} is not accepted; the moment {name!r} needs a field that "
+                "says where it lives between rounds: 'reset', 'keep' or 'share'"
+            )
+
+
 def _check_parts(parts: Parts) -> None:
     """Refuse a product that makes no sense."""
     local, correction, server = parts
@@ -360,24 +367,45 @@ def _check_parts(parts: Parts) -> None:
         )
 
 
-def _check_steps(local: LocalRule, server: ServerRule) -> None:
+def _check_methods(parts: Parts) -> None:
     """Refuse rules that do not return what the others need, by one trial step of each."""
     x, g = torch.full((3,), 0.5), torch.ones(3)
+    local, correction, server = parts
     local, server = with_schedules(local, first_number), with_schedules(server, first_number)
+    correction = with_schedules(correction, first_number)
     moments, state = local.start(x), server.start(x)
-    rules: tuple[Any, ...] = (
-        (local, local.direction, (moments, x, g), moments, "the direction, a vector like x, and new moments"),
-        (server, server.step, (state, x, g), state, "the new x and the new state"),
-    )
-    for rule, method, arguments, like, wanted in rules:
-        name = f"{type(rule).__name__}.{method.__name__} must return {wanted}"
-        try:
-            vector, new = method(*arguments)
-            shapes = [t.shape for t in (vector, *leaves(new))]
-        except Exception as error:
-            raise InputError(f"{name}; it failed: {first_line(error)}") from error
-        if shapes != [t.shape for t in (x, *leaves(like))] or type(new) is not type(like):
-            raise InputError(f"{name}, of the same types and shapes as before")
+    _try(local.direction, (moments, x, g), (x, moments), "the direction, a vector like x, and new moments")
+    _try(server.step, (state, x, g), (x, state), "the new x and the new state")
+
+    start = g if correction.init_gradient else None
+    client, mine = correction.init_client(x, start), correction.init_server(x, start)
+    down = Down(x, Empty(), mine)
+    steps = correction.begin(down, client)
+    before = (down, client, steps, x, g)
+    _try(correction.before, before, (x, steps), "the corrected gradient, a vector like x, and the new state")
+    _try(correction.after, (down, client, steps, g), x, "the corrected direction, a vector like x")
+    finish = (down, client, steps, x, 1, local.eta_l, True)
+    _, up = _try(correction.finish, finish, (client, None), "the client's new state and its message")
+    cohort = Cohort(n=1, S=1, K=1, t=1)
+    _try(correction.aggregate, (mine, up, g, cohort, local.eta_l), mine, "the server's new state")
+
+
+def _try(method: Any, arguments: tuple[Any, ...], like: Any, wanted: str) -> Any:
+    """Call a method of a rule and check its result; a part that is like None may be anything."""
+    name = f"{type(method.__self__).__name__}.{method.__name__} must return {wanted}"
+    try:
+        result = method(*arguments)
+        pairs = zip(result, like, strict=True) if type(like) is tuple else [(result, like)]
+        alike = all(other is None or _kind(part) == _kind(other) for part, other in pairs)
+    except Exception as error:
+        raise InputError(f"{name}; it failed: {first_line(error)}") from error
+    if not alike:
+        raise InputError(f"{name}, of the same types and shapes as before")
+    return result
+
+
+def _kind(state: Any) -> tuple[type[Any], list[torch.Size]]:
+    return type(state), [tensor.shape for tensor in leaves(state)]
 
 
 def _title(parts: Parts) -> str:

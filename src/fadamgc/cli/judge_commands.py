@@ -17,10 +17,10 @@ app = typer.Typer()
 @app.command()
 def judge(
     method: Annotated[str, argument("my_file.py:MyMethod, my_module:MyMethod, or a name of `fadamgc list`.")],
-    quick: Annotated[bool, option("Only the checks, a few seconds.", "--quick")] = False,
+    quick: Annotated[bool, option("Only the checks and the invariants, a few seconds.", "--quick")] = False,
     as_json: Annotated[bool, option("Print the verdict as JSON.", "--json")] = False,
 ) -> None:
-    """Judge a method: is it sound, is it exact on quadratics, how does it compare on digits?
+    """Judge a method: is it sound, which invariants hold, is it exact, how does it compare on digits?
 
     Takes about two minutes. The exit code is 1 if a check fails.
     """

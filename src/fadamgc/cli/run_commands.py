@@ -15,6 +15,7 @@ from fadamgc.errors import FadamgcError, InputError, whole
 if TYPE_CHECKING:
     from fadamgc.experiments.folder import ExperimentFolder
     from fadamgc.experiments.report.numbers import Results
+    from fadamgc.experiments.run.ray_tasks import RayTasks
     from fadamgc.experiments.run.runner import Failure, Runner
     from fadamgc.experiments.spec.sections import Spec
 
@@ -39,6 +40,15 @@ Device = Annotated[
     str | None,
     option("Where to compute: auto, cpu, cuda, cuda:1, mps; several workers share the GPUs.", default="auto"),
 ]
+Ray = Annotated[
+    str | None,
+    option(
+        "Run on a Ray cluster: its address, or auto for the one on this machine or a new one.",
+        default="no cluster",
+    ),
+]
+RayCpus = Annotated[float, typer.Option(help="CPUs of one run on the Ray cluster.")]
+RayGpus = Annotated[float, typer.Option(help="GPUs of one run on the Ray cluster, also a part of one.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress, only the results.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Keep finished runs in the folder and run the rest.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the experiment in the folder.")]
@@ -67,6 +77,9 @@ def compare(
     out: Out = Path("out/compare"),
     workers: Workers = None,
     device: Device = None,
+    ray: Ray = None,
+    ray_cpus: RayCpus = 1,
+    ray_gpus: RayGpus = 0,
     quiet: Quiet = False,
     resume: Resume = False,
     overwrite: Overwrite = False,
@@ -87,9 +100,9 @@ def compare(
     """
     from fadamgc.experiments.spec.toml_io import preset as preset_named
 
-    _prepare(data_root, track)
+    cluster = _prepare(data_root, track, ray, ray_cpus, ray_gpus)
     spec = _adjusted(preset_named(preset), seed, seeds, rounds, methods, device)
-    _run_and_report(spec, out, tune, workers, quiet, resume, overwrite, save_models)
+    _run_and_report(spec, out, tune, workers, cluster, quiet, resume, overwrite, save_models)
 
 
 @app.command()
@@ -103,6 +116,9 @@ def run(
     out: OutOfSpec = None,
     workers: Workers = None,
     device: Device = None,
+    ray: Ray = None,
+    ray_cpus: RayCpus = 1,
+    ray_gpus: RayGpus = 0,
     quiet: Quiet = False,
     resume: Resume = False,
     overwrite: Overwrite = False,
@@ -122,10 +138,10 @@ def run(
     """
     from fadamgc.experiments.spec.toml_io import load_spec
 
-    _prepare(data_root, track)
+    cluster = _prepare(data_root, track, ray, ray_cpus, ray_gpus)
     experiment = _adjusted(load_spec(spec), seed, seeds, rounds, methods, device)
     folder = out or Path("out", experiment.name)
-    _run_and_report(experiment, folder, tune, workers, quiet, resume, overwrite, save_models)
+    _run_and_report(experiment, folder, tune, workers, cluster, quiet, resume, overwrite, save_models)
 
 
 @app.command()
@@ -148,6 +164,9 @@ def reproduce(
     ] = None,
     workers: Workers = None,
     device: Device = None,
+    ray: Ray = None,
+    ray_cpus: RayCpus = 1,
+    ray_gpus: RayGpus = 0,
     quiet: Quiet = False,
     resume: Resume = False,
     overwrite: Overwrite = False,
@@ -168,7 +187,7 @@ def reproduce(
     from fadamgc.escape import duration
     from fadamgc.paper.study import load_study, write_study, write_study_report
 
-    _prepare(data_root, track)
+    cluster = _prepare(data_root, track, ray, ray_cpus, ray_gpus)
     study = load_study(name, scale)
     folder = out or Path("out") / f"{name}-{scale}"
     single, began = len(study.members) == 1, time.perf_counter()
@@ -186,7 +205,9 @@ def reproduce(
         has_steps = all("eta_l" in method.hyperparameters for method in spec.methods)
         search = (not has_steps if tune is None else tune) and spec.tune is not None and tuned is None
         target = folder if single else folder / spec.name
-        results = _run_and_report(spec, target, search, workers, quiet, resume, overwrite, save_models)
+        results = _run_and_report(
+            spec, target, search, workers, cluster, quiet, resume, overwrite, save_models
+        )
         if study.tune_on == member.name:
             tuned = results.spec
     if not single:
@@ -201,6 +222,9 @@ def tune(
     out: OutOfSpec = None,
     workers: Workers = None,
     device: Device = None,
+    ray: Ray = None,
+    ray_cpus: RayCpus = 1,
+    ray_gpus: RayGpus = 0,
     quiet: Quiet = False,
     resume: Resume = False,
     overwrite: Overwrite = False,
@@ -218,22 +242,30 @@ def tune(
     from fadamgc.experiments.spec.toml_io import load_spec
     from fadamgc.experiments.tune import tuning_plan
 
-    use_data(data_root)
+    cluster = _prepare(data_root, "", ray, ray_cpus, ray_gpus)
     experiment = _adjusted(load_spec(spec), None, None, None, methods, device)
     folder = ExperimentFolder(out or Path("out", experiment.name))
-    runner = Runner(workers, quiet)
+    runner = Runner(workers, quiet, ray=cluster)
     runner.check(tuning_plan(experiment, folder.path))
     with folder.lock():
         _tuned(experiment, folder, runner, resume, overwrite)
     print(f"{folder.path / TUNED_SPEC}, {folder.path / TUNING_TABLE}")
 
 
-def _prepare(data_root: Path | None, trackers: str) -> None:
+def _prepare(
+    data_root: Path | None, trackers: str, ray: str | None, ray_cpus: float, ray_gpus: float
+) -> RayTasks | None:
+    """Set the environment of a command; return the cluster that its runs are executed on."""
     use_data(data_root)
     if trackers:
         from fadamgc.trackers import track_with
 
         track_with(trackers)
+    if ray is None:
+        return None
+    from fadamgc.experiments.run.ray_tasks import RayTasks
+
+    return RayTasks.of(ray, ray_cpus, ray_gpus)
 
 
 def _adjusted(
@@ -259,6 +291,7 @@ def _run_and_report(
     out: Path,
     tune: bool,
     workers: int | None,
+    ray: RayTasks | None,
     quiet: bool,
     resume: bool,
     overwrite: bool,
@@ -272,7 +305,7 @@ def _run_and_report(
 
     began = time.perf_counter()
     folder = ExperimentFolder(out)
-    runner = Runner(workers, quiet, save_models)
+    runner = Runner(workers, quiet, save_models, ray)
     runner.check(folder.plan(spec))  # before the folder is made
     if tune:
         runner.check(tuning_plan(spec, out))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from fadamgc.errors import FadamgcError
+
 
 class ClientStates(Sequence[Any]):
     """The states of all n clients, in memory.
@@ -55,3 +57,13 @@ class ClientStates(Sequence[Any]):
 
     def _read(self, stored: Any) -> Any:
         return stored
+
+
+class ForgottenStates(ClientStates):
+    """Which clients have taken part, without their states."""
+
+    def __init__(self, clients: ClientStates, remedy: str) -> None:
+        super().__init__(clients.n, clients.initial, dict.fromkeys(clients.participants, remedy))
+
+    def _read(self, stored: Any) -> Any:
+        raise FadamgcError(f"the states of the clients of this run were not kept; {stored}")

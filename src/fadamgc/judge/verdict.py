@@ -17,6 +17,7 @@ from fadamgc.algorithm import Algorithm, AnyAlgorithm
 from fadamgc.errors import InputError, first_line, nearest
 from fadamgc.judge.checks import Check, run_checks
 from fadamgc.judge.digits import DigitsRow, compare_on_digits
+from fadamgc.judge.invariants import Invariant, invariants
 from fadamgc.judge.quadratics import CLIENTS, SAMPLED, Exactness, exactness
 from fadamgc.loading import load_object
 from fadamgc.methods import algorithms, make_algorithm
@@ -31,6 +32,7 @@ class Verdict:
     method: str
     settings: dict[str, Any]
     checks: list[Check]
+    invariants: list[Invariant]  # for information: a sound method need not have all
     quadratics: list[Exactness]
     digits: list[DigitsRow]
 
@@ -66,6 +68,7 @@ class Verdict:
                     "sound": self.sound,
                     "summary": self.summary,
                     "checks": [check._asdict() for check in self.checks],
+                    "invariants": [invariant._asdict() for invariant in self.invariants],
                     "quadratics": [
                         result._asdict() | {"verdict": result.verdict} for result in self.quadratics
                     ],
@@ -83,6 +86,12 @@ class Verdict:
             answer = "[green]yes[/]" if check.passed else "[red]NO[/]"
             checks.add_row(check.name, answer, escape(check.detail))
         console.print(checks)
+        if self.invariants:
+            table = Table("invariant", "holds", "detail", title="Invariants", title_justify="left")
+            for invariant in self.invariants:
+                holds = "-" if invariant.holds is None else "yes" if invariant.holds else "no"
+                table.add_row(escape(invariant.name), holds, escape(invariant.detail))
+            console.print(table)
         if self.quadratics:
             title = "Quadratics: squared gradient norm of the mean at the end"
             table = Table(
@@ -162,15 +171,17 @@ def find_method(reference: str) -> AnyAlgorithm:
 
 
 def judge(algorithm: AnyAlgorithm, quick: bool = False, say: Say = lambda _: None) -> Verdict:
-    """Judge a method: checks, exactness on quadratics, and a tuned comparison on digits.
+    """Judge a method: checks, invariants, exactness on quadratics, and a tuned comparison on digits.
 
-    A method that fails a check is not run any further; ``quick`` runs the checks only.
+    A method that fails a check is not run any further; ``quick`` ends after the invariants.
     """
     say("checking the contract, executors, resume, bytes ...")
     checks = list(run_checks(algorithm))
+    sound = all(check.passed for check in checks)
+    held = list(invariants(algorithm)) if sound else []
     results: list[Exactness] = []
     digits: list[DigitsRow] = []
-    if not quick and all(check.passed for check in checks):
+    if sound and not quick:
         stage = "runs on quadratics"
         try:
             for sampled in (CLIENTS,) if algorithm.full_participation else (CLIENTS, SAMPLED):
@@ -181,4 +192,4 @@ def judge(algorithm: AnyAlgorithm, quick: bool = False, say: Say = lambda _: Non
             digits = compare_on_digits(algorithm)
         except (Exception, SystemExit) as error:
             checks.append(Check(stage, False, f"{type(error).__name__}: {first_line(error)}"))
-    return Verdict(algorithm.title, algorithm.plain(), checks, results, digits)
+    return Verdict(algorithm.title, algorithm.plain(), checks, held, results, digits)

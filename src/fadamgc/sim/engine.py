@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import NoneType
@@ -37,6 +37,7 @@ from fadamgc.sim.checkpoint import Checkpoint
 from fadamgc.sim.executors.auto import EXECUTORS, ExecutorChoice
 from fadamgc.sim.executors.base import Workload
 from fadamgc.sim.executors.loop import first_nonfinite_step
+from fadamgc.sim.executors.ray_actors import INNER, Ray, RayExecutor
 from fadamgc.sim.file_states import FileStates, Slots
 from fadamgc.sim.personal import PersonalModels
 from fadamgc.sim.resources import Resources
@@ -144,8 +145,11 @@ class Engine:
             saved = self.checkpoint.resume(resume, self.identity(), self.federation.method, self.settings)
         if saved is not None:
             self._resume(saved)
-            if executor == "auto" and saved.settings["executor"] in EXECUTORS:
-                executor = saved.settings["executor"]  # another executor might differ in the last bit
+            before = saved.settings.get("inner") or saved.settings["executor"]
+            if executor == "auto" and before in EXECUTORS:
+                executor = before  # another executor might differ in the last bit
+            elif executor == "ray" or isinstance(executor, Ray):
+                executor = _same_inner(executor, before)
             compiled = saved.settings.get("compiled")  # and so might other code
         else:
             self.clients = self._client_states(self.algorithm.init_client(self.functions.x0))
@@ -409,6 +413,8 @@ class Engine:
         """Return the run so far."""
         compiled = bool(getattr(self.executor, "compiled", False))
         described = {"executor": self.executor.name, "compiled": compiled}
+        if isinstance(self.executor, RayExecutor):
+            described["inner"] = self.executor.inner
         run = self.federation.run(self.clients, self.identity() | described)
         run.best = self.best
         return run
@@ -449,6 +455,12 @@ def _is_finite(result: Result) -> bool:
 
 def _same(value: Any) -> Any:
     return value
+
+
+def _same_inner(executor: str | Ray, before: str) -> Ray:
+    """Let actors use the executor that the run had before, unless another one is asked for."""
+    ray = executor if isinstance(executor, Ray) else Ray()
+    return replace(ray, inner=before) if ray.inner == "auto" and before in INNER else ray
 
 
 def _to(state: Any, device: torch.device) -> Any:

@@ -14,24 +14,41 @@ from typing import Any, Literal
 
 import torch
 
-from fadamgc.errors import InputError, NonFiniteError, listed, nearest, not_accepted, reason, shown, whole
+from fadamgc.cluster import ClusterError, Parcel, Surroundings, connect, pack, places, ray_module, unpack
+from fadamgc.errors import (
+    FadamgcError,
+    InputError,
+    NonFiniteError,
+    first_line,
+    listed,
+    nearest,
+    not_accepted,
+    reason,
+    shown,
+    whole,
+)
+from fadamgc.federation.client_states import ForgottenStates
 from fadamgc.federation.run import Run
 from fadamgc.runtime import pickled
-from fadamgc.sim.engine import Engine
+from fadamgc.samples import tensors_of
+from fadamgc.sim.engine import Engine, check_flag
 from fadamgc.sim.executors import VectorizedExecutor
 from fadamgc.sim.progress import progress_bar
 from fadamgc.sim.resources import Resources
 from fadamgc.sim.simulate import ARGUMENTS, start_from
 
 Ending = Run | NonFiniteError
+FORGOTTEN = "simulate_many keeps them with client_states=True, or if there are at most 64 runs"
+RETRIES = 3  # times that Ray starts a part again whose process died
 IN_MEMORY = 64  # runs that are in memory together
 
 
 def simulate_many(
     runs: Sequence[Mapping[str, Any]],
     *,
-    workers: int = 1,
+    workers: int | Literal["ray"] = 1,
     errors: Literal["raise", "return"] = "raise",
+    client_states: bool | None = None,
     progress: bool = True,
     **common: Any,
 ) -> list[Any]:
@@ -44,9 +61,13 @@ def simulate_many(
     Args:
         runs: one dict per run with arguments of ``simulate``.
         workers: processes to share the runs between; with more than one, a script needs the usual
-            ``if __name__ == "__main__":`` and its tasks must be picklable.
+            ``if __name__ == "__main__":`` and its tasks must be picklable. "ray" shares them between all CPUs
+            of a Ray cluster: the one that RAY_ADDRESS names, that runs on this machine, or a new one.
         errors: what to do if a run's update is not finite: "raise", or "return" the NonFiniteError in the
             place of the run and continue with the others.
+        client_states: whether the returned runs have the states of their clients; None: if there are at most
+            64 runs. Without them, the memory does not grow with the number of runs, except by their models
+            and histories.
         progress: show the progress on stderr: a bar in a terminal, else a line now and then.
         common: arguments that all runs have in common. A ``checkpoint`` among them is a folder in which
             each run has its own folder, ``run-0``, ``run-1`` and so on.
@@ -62,17 +83,22 @@ def simulate_many(
         >>> [len(run.history) for run in fadamgc.simulate_many(grid, task=task, rounds=3, sampled=2)]
         [3, 3, 3, 3]
     """
-    whole("workers", workers, 1)
+    if workers != "ray":
+        whole("workers", workers, 1)
     if not isinstance(errors, str) or errors not in ("raise", "return"):
         raise not_accepted("errors", errors, "'raise' or 'return'")
     if (listed_runs := listed(runs)) is None:
         raise InputError(f"runs={shown(runs)} is not accepted; give a list of dicts of arguments of simulate")
+    check_flag("client_states", client_states)
+    keep = len(listed_runs) <= IN_MEMORY if client_states is None else bool(client_states)
     arguments = [_arguments(i, run, common) for i, run in enumerate(listed_runs)]
     _check_folders(arguments)
+    if workers == "ray":
+        return _on_ray(arguments, errors, keep)
     processes = min(workers, len(arguments))
     if processes <= 1:
-        return _in_this_process(arguments, errors, progress)
-    return _in_processes(arguments, errors, processes)
+        return _in_this_process(arguments, errors, keep, progress)
+    return _in_processes(arguments, errors, keep, processes)
 
 
 def _arguments(i: int, run: Any, common: Mapping[str, Any]) -> dict[str, Any]:
@@ -107,7 +133,7 @@ def _check_folders(runs: list[dict[str, Any]]) -> None:
             )
 
 
-def _in_processes(runs: list[dict[str, Any]], errors: str, count: int) -> list[Any]:
+def _in_processes(runs: list[dict[str, Any]], errors: str, keep: bool, count: int) -> list[Any]:
     """Distribute the runs over processes; neighbours stay together, because they are most alike.
 
     The data of tasks is in memory once: all processes read the same shared memory. It does not come back.
@@ -120,33 +146,100 @@ def _in_processes(runs: list[dict[str, Any]], errors: str, count: int) -> list[A
             f"workers={count} needs runs that can be pickled; use workers=1: {reason(error)}"
         ) from error
     with ProcessPoolExecutor(count, get_context("spawn")) as pool:
-        endings = [run for done in pool.map(_run_part, parts, repeat(errors)) for run in pickle.loads(done)]
+        endings = [
+            run
+            for done in pool.map(_run_part, parts, repeat(errors), repeat(keep))
+            for run in pickle.loads(done)
+        ]
     for arguments, ending in zip(runs, endings, strict=True):
         if isinstance(ending, Run):
             ending.task = arguments["task"]
     return endings
 
 
-def _run_part(part: bytes, errors: str) -> bytes:
+def _on_ray(runs: list[dict[str, Any]], errors: str, keep: bool) -> list[Any]:
+    """Distribute the runs over a Ray cluster, which starts a part again if its process dies.
+
+    The data of each task is in the memory of a node once.
+    """
+    if not runs:
+        return []
+    disconnect = connect()
+    ray = ray_module()
+    try:
+        tasks = list({id(arguments["task"]): arguments["task"] for arguments in runs}.values())
+        data = [ray.put(pack(task, tensors_of([*task.in_memory(), task.test_samples]))) for task in tasks]
+        where = {id(task): i for i, task in enumerate(tasks)}
+        count = min(len(runs), places(1, 0))
+        remote = ray.remote(num_cpus=1, max_retries=RETRIES)(_run_part_on_ray)
+        replies = []
+        for w in range(count):
+            part = runs[len(runs) * w // count : len(runs) * (w + 1) // count]
+            needed = sorted({where[id(arguments["task"])] for arguments in part})
+            named = [arguments | {"task": where[id(arguments["task"])]} for arguments in part]
+            references = {i: data[i] for i in needed}
+            replies.append(remote.remote(pack(Surroundings.here()), pack(named), references, errors, keep))
+        endings: list[Any] = []
+        for reply in replies:
+            ending = unpack(ray.get(reply))
+            if isinstance(ending, Exception):
+                raise ending
+            endings += ending
+    except (ray.exceptions.RayError, ConnectionError) as error:
+        raise ClusterError(
+            f"the Ray cluster has lost a part of the runs: {first_line(error)}; give runs a checkpoint= and "
+            "resume=True to continue them"
+        ) from error
+    finally:
+        disconnect()
+    for arguments, ending in zip(runs, endings, strict=True):
+        if isinstance(ending, Run):
+            ending.task = arguments["task"]
+    return endings
+
+
+def _run_part_on_ray(surroundings: Parcel, part: Parcel, tasks: dict[int, Any], errors: str) -> Parcel:
+    """Return the packed endings of some runs, or the packed error that one of them raised."""
+    try:
+        unpack(surroundings).take_over(threads=1)
+        ray = ray_module()
+        loaded = {i: unpack(ray.get(reference)) for i, reference in tasks.items()}
+        runs = [arguments | {"task": loaded[arguments["task"]]} for arguments in unpack(part)]
+        return pack(_finished(runs, errors, keep))
+    except FadamgcError as error:
+        return pack(error)
+
+
+def _run_part(part: bytes, errors: str, keep: bool) -> bytes:
     torch.set_num_threads(1)
-    endings = _in_this_process(pickle.loads(part), errors, progress=False)
+    return pickle.dumps(_finished(pickle.loads(part), errors, keep))
+
+
+def _finished(runs: list[dict[str, Any]], errors: str, keep: bool) -> list[Any]:
+    """Return the endings of some runs, without their tasks."""
+    endings = _in_this_process(runs, errors, keep, progress=False)
     for ending in endings:
         if isinstance(ending, Run):
             ending.task = None
-    return pickle.dumps(endings)
+    return endings
 
 
-def _in_this_process(runs: list[dict[str, Any]], errors: str, progress: bool) -> list[Any]:
+def _in_this_process(runs: list[dict[str, Any]], errors: str, keep: bool, progress: bool) -> list[Any]:
     endings: list[Any] = []
     with torch.inference_mode(False):
         for first in range(0, len(runs), IN_MEMORY):
             resources = Resources()
             with ExitStack() as stack:
+                stack.callback(resources.close)
                 started = []
                 for arguments in runs[first : first + IN_MEMORY]:
                     started.append(start_from(arguments, resources))
                     stack.callback(started[-1].close)
-                endings += run_together(started, progress)
+                ended = run_together(started, progress)
+            for ending in ended:
+                if isinstance(ending, Run) and not keep:
+                    ending.clients = ForgottenStates(ending.clients, FORGOTTEN)
+            endings += ended
             for ending in endings:
                 if isinstance(ending, NonFiniteError) and errors == "raise":
                     raise ending

@@ -126,3 +126,11 @@ class Resources:
         executor = make_executor(choice, workload, compiled)
         self._executors.append((kind, workload, executor))
         return executor
+
+    def close(self) -> None:
+        """Close executors that use other processes."""
+        for _, _, executor in self._executors:
+            close = getattr(executor, "close", None)
+            if close is not None:
+                close()
+        self._executors.clear()

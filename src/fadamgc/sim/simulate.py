@@ -104,9 +104,10 @@ def simulate(
             type, and x, the clients' states and all that is sent and added are float32.
         device: where to compute, such as "cuda:1"; "auto" is a GPU if there is one; None is the model's.
         executor: "loop" (one client at a time: the reference), "threads" (one thread per client),
-            "vectorized" (a block of clients at once, compiled in long runs), "auto" (the fastest of them
-            by a rule and, in long runs, by timing; ``run.settings["executor"]`` says which), or a function
-            of a ``Workload`` that returns an executor.
+            "vectorized" (a block of clients at once, compiled in long runs), "ray" or ``fadamgc.Ray(...)``
+            (actors of a Ray cluster, each with one of these executors), "auto" (the fastest of those on this
+            machine by a rule and, in long runs, by timing; ``run.settings["executor"]`` says which), or a
+            function of a ``Workload`` that returns an executor.
         states: where the clients' states are stored between rounds: "memory", "files" (in the checkpoint's
             folder, or in a temporary file), or "auto" (files if they would take over half of the memory).
         progress: show the progress on stderr: a bar in a terminal, else a line now and then.
@@ -158,7 +159,9 @@ def simulate(
     label = f"{getattr(algorithm, 'title', 'a run')} on {getattr(task, 'name', 'a task')}"
     with torch.inference_mode(False), ExitStack() as stack:
         shown_progress = stack.enter_context(progress_bar(progress, label, settings.rounds))
-        engine = start(algorithm, task, settings, options, Resources())
+        resources = Resources()
+        stack.callback(resources.close)
+        engine = start(algorithm, task, settings, options, resources)
         stack.callback(engine.close)
         shown_progress.begin(engine.t)
         while not engine.over():

@@ -235,6 +235,7 @@ def execute(
     resources = Resources()
     try:
         with torch.inference_mode(False), ExitStack() as stack:
+            stack.callback(resources.close)
             started = []
             for i, planned in enumerate(plan):
                 started.append(_start(planned, tasks.task(planned), partial(callback, i), resources, warn))

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedCo
 from fadamgc.escape import duration, printable
 from fadamgc.experiments.planned_run import PlannedRun
 from fadamgc.experiments.run.execution import RunEnd
-from fadamgc.experiments.run.workers import Listener, OnEnd, OnRound
+from fadamgc.experiments.run.listener import Listener, OnEnd, OnRound
 from fadamgc.stages import Hear, SlowStages
 
 SLOW_STAGE = 5.0  # seconds after which a stage is said without a terminal

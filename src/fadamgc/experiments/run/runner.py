@@ -17,8 +17,10 @@ from fadamgc.errors import FadamgcError, InputError, not_accepted, whole
 from fadamgc.experiments.folder import PARTITION, SPEC, ExperimentFolder
 from fadamgc.experiments.planned_run import PlannedRun
 from fadamgc.experiments.run.execution import DiskSpace, RunEnd, TaskCache, dry_run, is_done
+from fadamgc.experiments.run.listener import in_groups
 from fadamgc.experiments.run.progress import display, tell, warn
-from fadamgc.experiments.run.workers import in_groups, run_all
+from fadamgc.experiments.run.ray_tasks import RayTasks
+from fadamgc.experiments.run.workers import run_all
 from fadamgc.experiments.spec.sections import Spec
 from fadamgc.files import write_atomic
 from fadamgc.tasks.build import label_counts
@@ -38,7 +40,8 @@ class Failure(NamedTuple):
 class Runner:
     """Checks and executes the runs of one command, in ``workers`` processes (None: one per core).
 
-    ``save_models`` is which model each run leaves in its folder; None: no model.
+    ``save_models`` is which model each run leaves in its folder; None: no model. With ``ray``, a Ray cluster
+    executes the runs instead.
     """
 
     def __init__(
@@ -46,12 +49,13 @@ class Runner:
         workers: int | None = None,
         quiet: bool = False,
         save_models: Literal["last", "best"] | None = None,
+        ray: RayTasks | None = None,
     ) -> None:
         if save_models not in (None, "last", "best"):
             raise not_accepted("save_models", save_models, "'last' or 'best'")
         self.save_models = save_models
         self.workers = (os.cpu_count() or 1) if workers is None else whole("workers", workers, 1)
-        self.quiet = quiet
+        self.quiet, self.ray = quiet, ray
         self.later = 0  # rounds of runs that the command executes later, for the time left
         self._tasks = TaskCache()
 
@@ -108,7 +112,7 @@ class Runner:
                 shown.on_end(i, end)
 
             try:
-                run_all(plan, self.workers, self._tasks, shown._replace(on_end=on_end))
+                run_all(plan, self.workers, self._tasks, shown._replace(on_end=on_end), self.ray)
             except KeyboardInterrupt:
                 saved = total - sum(planned.saved() is None for planned in plan)
                 count = f"{saved} of {total} runs are saved"

@@ -11,17 +11,16 @@ import os
 import signal
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
-from itertools import count, groupby
+from itertools import count
 from multiprocessing import connection, get_context, parent_process
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 
 from fadamgc.errors import FadamgcError
@@ -30,45 +29,28 @@ from fadamgc.experiments.run.execution import (
     RunEnd,
     SharedTasks,
     TaskCache,
-    Warn,
     execute,
     set_worker,
     share_compiled_code,
 )
+from fadamgc.experiments.run.listener import Listener, in_groups
+from fadamgc.experiments.run.ray_tasks import RayTasks, run_on_ray
 from fadamgc.loading import import_again, imports
 from fadamgc.runtime import one_thread
-from fadamgc.stages import Hear, listening
-from fadamgc.tasks.sections import ImagesTask, TextTask
-
-TOGETHER = 16  # runs that advance together, at most
-
-OnRound = Callable[[int], None]  # run i has made a round
-OnEnd = Callable[[int, RunEnd], None]  # run i has ended
+from fadamgc.stages import listening
 
 
-class Listener(NamedTuple):
-    """Functions that are called while runs are executed."""
-
-    on_round: OnRound
-    on_end: OnEnd
-    warn: Warn
-    on_stage: Hear
-
-
-def in_groups(plan: Sequence[PlannedRun], workers: int) -> list[list[int]]:
-    """Group runs of one method that go to a process together, with enough groups for all processes."""
-    most = max(1, min(TOGETHER, -(-len(plan) // (3 * workers))))
-    if any(isinstance(planned.task, ImagesTask | TextTask) for planned in plan):
-        most = 1  # such runs would share nothing, and each has its data in memory
-    groups: list[list[int]] = []
-    for _, alike in groupby(range(len(plan)), key=lambda i: plan[i].method.algorithm):
-        numbers = list(alike)
-        groups += [part.tolist() for part in np.array_split(numbers, -(-len(numbers) // most))]
-    return groups
-
-
-def run_all(plan: Sequence[PlannedRun], workers: int, tasks: TaskCache, listener: Listener) -> None:
+def run_all(
+    plan: Sequence[PlannedRun],
+    workers: int,
+    tasks: TaskCache,
+    listener: Listener,
+    ray: RayTasks | None = None,
+) -> None:
     """Execute all runs. On an interrupt or an error the workers stop; runs that are saved by then stay."""
+    if ray is not None:
+        run_on_ray(plan, ray, listener)
+        return
     count = min(workers, len(plan))
     groups = in_groups(plan, max(1, count))
     with listening(listener.on_stage):

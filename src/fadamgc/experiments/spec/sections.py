@@ -37,7 +37,7 @@ from fadamgc.tasks.sections import LeastSquaresTask, TaskSpec
 from fadamgc.toml import toml_table
 
 STEPS = ("eta_l", "eta_g")  # the step sizes, which tuning chooses
-ExecutorName: TypeAlias = Literal["auto", "loop", "threads", "vectorized"]  # sim.executors are slow to import
+ExecutorName: TypeAlias = Literal["auto", "loop", "threads", "vectorized", "ray"]  # sim.executors load torch
 EXECUTORS: tuple[str, ...] = get_args(ExecutorName)
 
 

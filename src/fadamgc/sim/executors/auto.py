@@ -16,11 +16,12 @@ from fadamgc.federation.sampling import Batches
 from fadamgc.federation.traits import has_slow_blocks
 from fadamgc.sim.executors.base import Executor, Workload
 from fadamgc.sim.executors.loop import LoopExecutor
+from fadamgc.sim.executors.ray_actors import Ray
 from fadamgc.sim.executors.threads import ThreadsExecutor
 from fadamgc.sim.executors.vectorized import VectorizedExecutor
 from fadamgc.stages import stage
 
-EXECUTORS = ("loop", "threads", "vectorized")
+EXECUTORS = ("loop", "threads", "vectorized", "ray")
 SMALL_MODEL = 1_000_000  # parameters up to which a block of clients may pay on a CPU
 LONG_RUN = 500  # client-steps of a run from which a few of them are spent on timing
 CLEARLY_FASTER = 1.2  # ratio from which another executor replaces the expected one
@@ -32,14 +33,17 @@ log = logging.getLogger("fadamgc")
 
 
 def make_executor(choice: ExecutorChoice, workload: Workload, compiled: bool | None = None) -> Executor:
-    """Make an executor by name ("auto", "loop", "threads", "vectorized"), or by a custom factory.
+    """Make an executor by name ("auto" or one of EXECUTORS), or by a custom factory.
 
     ``compiled`` is whether an interrupted run had compiled code, because the last bits depend on it.
     """
+    if isinstance(choice, Ray):
+        return choice(workload, compiled)
     if callable(choice):
         return choice(workload)
     makers: dict[str, Callable[[Workload], Executor]] = {
         "auto": choose_executor,
+        "ray": partial(Ray(), compiled=compiled),
         "loop": LoopExecutor,
         "threads": partial(ThreadsExecutor, compile=compiled),
         "vectorized": partial(VectorizedExecutor, compile=compiled),
@@ -50,19 +54,23 @@ def make_executor(choice: ExecutorChoice, workload: Workload, compiled: bool | N
     return makers[choice](workload)
 
 
-def choose_executor(workload: Workload) -> Executor:
-    """Return the executor that is expected to be fastest, or one that timing shows to be clearly faster."""
+def choose_executor(workload: Workload, timed: bool = True, compiled: bool | None = None) -> Executor:
+    """Return the executor that is expected to be fastest, or one that timing shows to be clearly faster.
+
+    Without ``timed``, the choice depends on the model and the device alone.
+    """
     candidates: dict[str, Executor] = {}
     for make in _candidates(workload):
         try:
-            executor: Executor = make(workload)
+            options = {} if make is LoopExecutor else {"compile": compiled}
+            executor: Executor = make(workload, **options)
         except InputError as error:
             log.info("executor auto: not %s (%s)", make.name, error)
             continue
         if isinstance(executor, VectorizedExecutor) and not executor.samplewise:
             continue  # blocks would be small and have many shapes
         candidates[make.name] = executor
-        if workload.rounds * workload.sampled * workload.steps < LONG_RUN:
+        if not timed or workload.rounds * workload.sampled * workload.steps < LONG_RUN:
             break
     if len(candidates) == 1:
         (executor,) = candidates.values()
