@@ -178,3 +178,46 @@ def test_runs_that_cannot_be_pickled_are_refused():
 
 def test_an_empty_list_of_runs_gives_an_empty_list():
     assert fadamgc.simulate_many([], task=class_task(), rounds=1) == []
+
+
+def test_many_runs_are_in_memory_in_parts_and_equal_the_same_runs_alone(monkeypatch):
+    monkeypatch.setattr("fadamgc.sim.many.IN_MEMORY", 2)
+    task = class_task()
+    runs = [{"algorithm": fadamgc.FAdamGC(eta_l=0.01), "seed": seed} for seed in range(5)]
+    alone = [fadamgc.simulate(**run, task=task, executor="loop", **SHORT) for run in runs]
+    common = SHORT | {"task": task, "executor": "loop"}
+    assert_same(fadamgc.simulate_many(runs, client_states=True, **common), alone)
+    for many, one in zip(fadamgc.simulate_many(runs, **common), alone, strict=True):
+        assert many.history == one.history
+        assert torch.equal(many.x, one.x)
+        assert many.clients.participants == one.clients.participants
+        with pytest.raises(fadamgc.FadamgcError, match="client_states=True"):
+            many.clients[many.clients.participants[0]]
+
+
+def test_few_runs_keep_the_states_of_their_clients():
+    task = class_task()
+    runs = [{"algorithm": fadamgc.FAdamGC(eta_l=0.01), "seed": seed} for seed in range(2)]
+    common = SHORT | {"task": task, "executor": "loop"}
+    kept, forgotten = (
+        fadamgc.simulate_many(runs, client_states=states, **common)[0] for states in (None, False)
+    )
+    assert all(kept.clients[i].v.abs().sum() > 0 for i in kept.clients.participants)
+    with pytest.raises(fadamgc.FadamgcError, match="were not kept"):
+        forgotten.clients[forgotten.clients.participants[0]]
+
+
+def test_a_run_without_the_states_of_its_clients_can_be_saved(tmp_path):
+    run = fadamgc.simulate_many(
+        [{"algorithm": fadamgc.FAdamGC(eta_l=0.01)}],
+        task=class_task(),
+        client_states=False,
+        executor="loop",
+        **SHORT,
+    )[0]
+    run.save(tmp_path / "run")
+    loaded = fadamgc.load_run(tmp_path / "run")
+    assert torch.equal(loaded.x, run.x)
+    assert loaded.clients.participants == run.clients.participants
+    with pytest.raises(fadamgc.FadamgcError, match="were not kept"):
+        loaded.clients[loaded.clients.participants[0]]

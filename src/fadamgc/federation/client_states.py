@@ -7,6 +7,11 @@ from typing import Any
 
 from fadamgc.errors import FadamgcError
 
+FORGOTTEN = (
+    "the states of the clients of this run were not kept; simulate_many keeps them with client_states=True, "
+    "or if there are at most 64 runs"
+)
+
 
 class ClientStates(Sequence[Any]):
     """The states of all n clients, in memory.
@@ -62,8 +67,8 @@ class ClientStates(Sequence[Any]):
 class ForgottenStates(ClientStates):
     """Which clients have taken part, without their states."""
 
-    def __init__(self, clients: ClientStates, remedy: str) -> None:
-        super().__init__(clients.n, clients.initial, dict.fromkeys(clients.participants, remedy))
+    def __init__(self, n: int, initial: Any, participants: Iterable[int]) -> None:
+        super().__init__(n, initial, dict.fromkeys(participants, FORGOTTEN))
 
     def _read(self, stored: Any) -> Any:
-        raise FadamgcError(f"the states of the clients of this run were not kept; {stored}")
+        raise FadamgcError(stored)

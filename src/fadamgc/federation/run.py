@@ -22,7 +22,7 @@ from fadamgc.algorithm import AnyAlgorithm, example
 from fadamgc.bundle import LazyTensor, read_bundle, write_bundle
 from fadamgc.errors import CheckpointError, FadamgcError, InputError, cut, not_accepted, shown, whole
 from fadamgc.federation.client_data import ClientTable
-from fadamgc.federation.client_states import ClientStates
+from fadamgc.federation.client_states import ClientStates, ForgottenStates
 from fadamgc.federation.cost import CostModel
 from fadamgc.federation.functions import Buffers, TaskFunctions
 from fadamgc.federation.local_parameters import UNKNOWN, PartlyLocal, layout_of
@@ -194,12 +194,14 @@ class Run:
         if states and self.server is None:
             raise FadamgcError("this run was saved without its states; pass states=False to save its records")
         tensors: dict[str, Tensor | LazyTensor] = server_tensors(self) if states else {}
-        for i in self.clients.participants if states else ():
+        forgotten = isinstance(self.clients, ForgottenStates)
+        for i in self.clients.participants if states and not forgotten else ():
             for k, (name, like) in enumerate(named_leaves(self.clients.initial, f"client.{i}").items()):
                 tensors[name] = LazyTensor(like, partial(_read_leaf, self.clients, i, k))
         content = described(self) | {
             "participants": self.clients.participants,
             "has_states": states,
+            "forgotten": forgotten,
             "history": [record.to_json() for record in self.history],
         }
         write_bundle(Path(path), NAME, content, tensors)
@@ -222,7 +224,10 @@ def read_run(folder: Path, task: Task | None = None) -> Run:
         if not body["has_states"]:
             return Run(algorithm, None, ClientStates(body["n"], None), {}, history, task=task, **description)
         server, initial, buffers = unpack_server(algorithm, body["settings"], tensors)
-        clients = unpack_clients(body, initial, tensors)
+        if body.get("forgotten", False):
+            clients: ClientStates = ForgottenStates(body["n"], initial, body["participants"])
+        else:
+            clients = unpack_clients(body, initial, tensors)
         best = best_of(body, tensors)
         return Run(algorithm, server, clients, buffers, history, task=task, best=best, **description)
 

@@ -102,7 +102,9 @@ def _note(label: str, algorithm: AnyAlgorithm, spec: Spec) -> str:
 
 def _simulate(runs: list[dict[str, Any]], spec: Spec, algorithm: AnyAlgorithm, rounds: int) -> list[Any]:
     everybody = algorithm.full_participation
-    groups = {"groups": GROUPS, "group_rounds": 2} if isinstance(algorithm, GroupedAlgorithm) else {}
+    groups: dict[str, Any] = (
+        {"groups": GROUPS, "group_rounds": 2} if isinstance(algorithm, GroupedAlgorithm) else {}
+    )
     return simulate_many(
         runs,
         **groups,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -56,7 +56,9 @@ def exactness(
 ) -> Exactness:
     """Run the method with several local step sizes, and return the best result."""
     mark = 2 * rounds // 3
-    groups = {"groups": GROUPS, "group_rounds": 2} if isinstance(algorithm, GroupedAlgorithm) else {}
+    groups: dict[str, Any] = (
+        {"groups": GROUPS, "group_rounds": 2} if isinstance(algorithm, GroupedAlgorithm) else {}
+    )
     runs = simulate_many(
         [{"algorithm": algorithm.replace(eta_l=eta_l)} for eta_l in sizes],
         task=quadratics(),

@@ -38,7 +38,6 @@ from fadamgc.sim.resources import Resources
 from fadamgc.sim.simulate import ARGUMENTS, start_from
 
 Ending = Run | NonFiniteError
-FORGOTTEN = "simulate_many keeps them with client_states=True, or if there are at most 64 runs"
 RETRIES = 3  # times that Ray starts a part again whose process died
 IN_MEMORY = 64  # runs that are in memory together
 
@@ -198,7 +197,9 @@ def _on_ray(runs: list[dict[str, Any]], errors: str, keep: bool) -> list[Any]:
     return endings
 
 
-def _run_part_on_ray(surroundings: Parcel, part: Parcel, tasks: dict[int, Any], errors: str) -> Parcel:
+def _run_part_on_ray(
+    surroundings: Parcel, part: Parcel, tasks: dict[int, Any], errors: str, keep: bool
+) -> Parcel:
     """Return the packed endings of some runs, or the packed error that one of them raised."""
     try:
         unpack(surroundings).take_over(threads=1)
@@ -238,7 +239,8 @@ def _in_this_process(runs: list[dict[str, Any]], errors: str, keep: bool, progre
                 ended = run_together(started, progress)
             for ending in ended:
                 if isinstance(ending, Run) and not keep:
-                    ending.clients = ForgottenStates(ending.clients, FORGOTTEN)
+                    c = ending.clients
+                    ending.clients = ForgottenStates(c.n, c.initial, c.participants)
             endings += ended
             for ending in endings:
                 if isinstance(ending, NonFiniteError) and errors == "raise":
