@@ -68,26 +68,26 @@ class Correction:
         parameters: Iterable[Tensor] | Iterable[tuple[str, Tensor]],
         max_norm: float | None = None,
     ) -> None:
-        given: list[Any] | None = None if isinstance(parameters, Tensor) else listed(parameters)
-        if given is None:
+        entries: list[Any] | None = None if isinstance(parameters, Tensor) else listed(parameters)
+        if entries is None:
             got = type(parameters).__name__
             raise InputError(f"parameters of type {got} are not accepted; give model.parameters()")
-        given = [item[1] if isinstance(item, tuple) and len(item) == 2 else item for item in given]
-        for p in given:
+        tensors = [item[1] if isinstance(item, tuple) and len(item) == 2 else item for item in entries]
+        for p in tensors:
             if not isinstance(p, Tensor) or not p.is_floating_point():
                 kind = p.dtype if isinstance(p, Tensor) else type(p).__name__
                 raise InputError(
                     f"parameters contains a {kind}; give floating-point parameters: model.parameters()"
                 )
-        self._all: list[Tensor] = given
+        self._all: list[Tensor] = tensors
         self._parameters = self._trainable()
         if not self._parameters:
             raise InputError(
-                f"none of {len(given)} parameters is trainable; give some that require gradients"
+                f"none of {len(tensors)} parameters is trainable; give some that require gradients"
             )
-        if any(hasattr(p, "to_local") for p in given):
+        if any(hasattr(p, "to_local") for p in tensors):
             raise InputError("parameters contains a DTensor; sharded parameters (FSDP2) are not supported")
-        if len({id(p) for p in given}) < len(given):
+        if len({id(p) for p in tensors}) < len(tensors):
             raise InputError("parameters contains a parameter twice; give each one once")
         devices = {str(p.device) for p in self._parameters}
         if len(devices) > 1:

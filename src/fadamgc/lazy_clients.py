@@ -77,20 +77,20 @@ class LazyClients(Sequence[Samples]):
 
     def _made(self, client: int) -> Samples:
         try:
-            given = self.make(client)
+            data = self.make(client)
         except Exception as error:
             raise InputError(
                 f"make={shown(self.make)} failed for client {client}: {reason(error)}"
             ) from error
-        data = read(given, f"client {client}")
-        if len(data) != self.sizes[client]:
+        samples = read(data, f"client {client}")
+        if len(samples) != self.sizes[client]:
             raise InputError(
-                f"client {client} has {len(data)} samples, and samples= says {self.sizes[client]}"
+                f"client {client} has {len(samples)} samples, and samples= says {self.sizes[client]}"
             )
-        if isinstance(data, Rows):
-            self._first = self._first or data
-            check_shapes([("the client before", self._first), (f"client {client}", data)])
-        return data
+        if isinstance(samples, Rows):
+            self._first = self._first or samples
+            check_shapes([("the client before", self._first), (f"client {client}", samples)])
+        return samples
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle without the data, which is made again."""

@@ -156,7 +156,7 @@ def _from_file(place: str) -> Any:
     if (hidden := hidden_module(path)) is not None:
         raise InputError(f"{place!r} has the name of another module, {hidden}; rename the file")
     if (folder := str(path.resolve().parent)) not in sys.path:
-        sys.path.insert(1, folder)  # for the modules beside it
+        sys.path.insert(1, folder)  # for the modules in the same folder
     spec = importlib.util.spec_from_file_location(name, path.resolve())
     assert spec is not None
     assert spec.loader is not None

@@ -28,7 +28,7 @@ def accuracy(output: Tensor, target: Tensor) -> float:
 
 
 def macro_f1(output: Tensor, target: Tensor) -> float:
-    """Return the mean over classes of F1 = 2 TP / (2 TP + FP + FN); a class that never occurs is left out.
+    """Return the mean over classes of F1 = 2 TP / (2 TP + FP + FN); a class that never occurs does not count.
 
     >>> output = torch.tensor([[2.0, 1.0], [2.0, 1.0], [1.0, 2.0]])
     >>> round(macro_f1(output, torch.tensor([0, 1, 1])), 4)

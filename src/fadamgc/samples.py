@@ -89,10 +89,10 @@ class Items:
         else:
             batch = self.collate(items)
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-            made = "collate returned" if self.collate else "the items of the Dataset become"
+            source = "collate returned" if self.collate else "the items of the Dataset become"
             raise InputError(
-                f"{made} a {type(batch).__name__}; a batch must be a pair (inputs, targets): give collate=, "
-                "a function of a list of items that returns one"
+                f"{source} a {type(batch).__name__}; a batch must be a pair (inputs, targets): give "
+                "collate=, a function of a list of items that returns one"
             )
         inputs, targets = (_plain(part) for part in batch)
         return inputs, targets

@@ -108,8 +108,8 @@ class Task:
         if self.collate is not None and not callable(self.collate):
             raise InputError(f"collate={shown(self.collate)} is not a function of a list of items")
         Flat.of(self.model)
-        given = self._listed_clients()
-        samples = given if isinstance(given, LazyClients) else self._read_all(given, "client {}")
+        clients = self._listed_clients()
+        samples = clients if isinstance(clients, LazyClients) else self._read_all(clients, "client {}")
         self.test_samples = None if self.test is None else self._read(self.test, "the test data")
         tests = self._client_tests(len(samples))
         owned = in_memory(
@@ -120,8 +120,8 @@ class Task:
         self.client_test_samples = None if tests is None else share_tensors(tests)
         check_task(self, owned)
         if isinstance(samples, list):
-            self._tell_what_was_read([*zip(given, samples, strict=True), (self.test, self.test_samples)])
-            self.clients = _without_copies(given, self.samples)
+            self._tell_what_was_read([*zip(clients, samples, strict=True), (self.test, self.test_samples)])
+            self.clients = _without_copies(clients, self.samples)
         if self.client_test_samples is not None:
             self.client_tests = _without_copies(listed(self.client_tests) or [], self.client_test_samples)
 
@@ -268,10 +268,10 @@ class Task:
             raise InputError(f"the first items of a Dataset cannot be read: {reason(error)}") from error
 
 
-def _without_copies(given: Sequence[Any], samples: Sequence[Samples]) -> list[Any]:
+def _without_copies(clients: Sequence[Any], samples: Sequence[Samples]) -> list[Any]:
     """Return what a user gave, with views of the samples in the place of data that was copied."""
     kept = []
-    for data, rows in zip(given, samples, strict=True):
+    for data, rows in zip(clients, samples, strict=True):
         copied = isinstance(rows, Rows) and not isinstance(data, Rows) and tensor_rows(data) is None
         kept.append(rows.pair() if copied else data)
     return kept

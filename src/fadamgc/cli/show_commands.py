@@ -194,7 +194,7 @@ def list_(
     console, known = terminal(), catalogue()
     described = known["algorithms"]
     if name is not None:
-        described = [one for one in described if one["name"] == name] or [described_algorithm(name)]
+        described = [entry for entry in described if entry["name"] == name] or [described_algorithm(name)]
     if as_json:
         print(json.dumps(described, indent=1))
         return
@@ -204,9 +204,9 @@ def list_(
     table = Table(title="Algorithms: vectors of the model's size between the server and one client per round")
     for title in ("name", "what it is", "down", "up", "if tracked", "needs"):
         table.add_column(title, justify="right" if title in ("down", "up", "if tracked") else "left")
-    for one in described:
-        vectors = [str(one["vectors"][key]) for key in ("down", "up", "tracked")]
-        table.add_row(f"[bold]{one['name']}[/]", escape(one["what"]), *vectors, ", ".join(one["needs"]))
+    for entry in described:
+        vectors = [str(entry["vectors"][key]) for key in ("down", "up", "tracked")]
+        table.add_row(f"[bold]{entry['name']}[/]", escape(entry["what"]), *vectors, ", ".join(entry["needs"]))
     console.print(table)
     console.print("fadamgc list NAME shows the rule of an algorithm and its settings\n", highlight=False)
     for preset, title in known["presets"].items():

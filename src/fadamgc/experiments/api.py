@@ -236,7 +236,7 @@ def _labelled(methods: Any) -> list[tuple[str, AnyAlgorithm]]:
     if isinstance(methods, Mapping):
         pairs = list(methods.items())
     else:
-        pairs = [(getattr(one, "title", "?"), one) for one in listed(methods) or []]
+        pairs = [(getattr(method, "title", "?"), method) for method in listed(methods) or []]
     for label, algorithm in pairs:
         if not isinstance(algorithm, Algorithm):
             raise InputError(

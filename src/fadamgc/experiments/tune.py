@@ -143,11 +143,12 @@ def points_of(spec: Spec) -> dict[str, list[Values]]:
     points: dict[str, list[Values]] = {}
     for number, method in enumerate(spec.methods):
         values = grid.grid_of(method)
-        every = [tuple(zip(values, point, strict=True)) for point in product(*values.values())]
-        if grid.search == "random" and grid.points is not None and grid.points < len(every):
+        grid_points = [tuple(zip(values, point, strict=True)) for point in product(*values.values())]
+        if grid.search == "random" and grid.points is not None and grid.points < len(grid_points):
             random = np.random.default_rng((grid.seeds[0], number))
-            every = [every[i] for i in sorted(random.choice(len(every), grid.points, replace=False))]
-        points[method.label] = every
+            chosen = random.choice(len(grid_points), grid.points, replace=False)
+            grid_points = [grid_points[i] for i in sorted(chosen)]
+        points[method.label] = grid_points
     return points
 
 

@@ -178,7 +178,7 @@ def judge(algorithm: AnyAlgorithm, quick: bool = False, say: Say = lambda _: Non
     say("checking the contract, executors, resume, bytes ...")
     checks = list(run_checks(algorithm))
     sound = all(check.passed for check in checks)
-    held = list(invariants(algorithm)) if sound else []
+    holding = list(invariants(algorithm)) if sound else []
     results: list[Exactness] = []
     digits: list[DigitsRow] = []
     if sound and not quick:
@@ -192,4 +192,4 @@ def judge(algorithm: AnyAlgorithm, quick: bool = False, say: Say = lambda _: Non
             digits = compare_on_digits(algorithm)
         except (Exception, SystemExit) as error:
             checks.append(Check(stage, False, f"{type(error).__name__}: {first_line(error)}"))
-    return Verdict(algorithm.title, algorithm.plain(), checks, held, results, digits)
+    return Verdict(algorithm.title, algorithm.plain(), checks, holding, results, digits)

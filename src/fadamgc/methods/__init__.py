@@ -79,7 +79,7 @@ def _register_entry_points() -> None:
         try:
             register(entry.name, entry.load())
         except Exception as error:  # another package must not stop this one
-            log.warning("the entry point %s = %s of %s is left out: %s", *_described(entry), error)
+            log.warning("the entry point %s = %s of %s is skipped: %s", *_described(entry), error)
 
 
 def _described(entry: EntryPoint) -> tuple[str, str, str]:

@@ -176,8 +176,10 @@ def encode(tokenizer: Any, first: list[str], second: list[str] | None, length: i
 
 def load_classifier(reading: Reading, folder: Path, base: str | Path | None = None) -> TextClassifier:
     """Load a base model, its adapters and its head; ``base`` is its folder if it has moved."""
-    given = tokenizer_in(folder) if reading.own_tokenizer and reading.tokenizer is None else reading.tokenizer
-    loaded = load_adapter(base or reading.base, len(reading.labels), folder, given)
+    tokenizer = reading.tokenizer
+    if reading.own_tokenizer and tokenizer is None:
+        tokenizer = tokenizer_in(folder)
+    loaded = load_adapter(base or reading.base, len(reading.labels), folder, tokenizer)
     length = reading.length if loaded.positions is None else min(reading.length, loaded.positions)
     reading = replace(reading, tokenizer=loaded.tokenizer, length=length)
     return TextClassifier(loaded.net, loaded.tokenizer.pad_token_id, reading=reading).eval()

@@ -54,12 +54,12 @@ def function_task(spec: FunctionTask, seed: int, validation: float) -> Task:
             known = [p for p in parameters if p not in ("seed", "validation")]
             raise InputError(f"[task.options] {name}: {spec.data} has no such argument{nearest(name, known)}")
     holds_out = "validation" in parameters or anything
-    given: dict[str, Any] = {"seed": seed} if "seed" in parameters or anything else {}
+    arguments: dict[str, Any] = {"seed": seed} if "seed" in parameters or anything else {}
     if holds_out:
-        given["validation"] = validation
+        arguments["validation"] = validation
     try:
         with seeded(seed):
-            task = function(**given, **options)
+            task = function(**arguments, **options)
     except InputError:
         raise
     except Exception as error:

@@ -62,7 +62,7 @@ def tuning_maps(results: Results, points: Mapping[Point, bool]) -> list[TuningMa
         of_method = {point: chosen for point, chosen in points.items() if point.label == label}
         if of_method:
             maps.append(tuning_map(results, label, of_method))
-    return [one for one in maps if one.rows or one.others]
+    return [entry for entry in maps if entry.rows or entry.others]
 
 
 def tuning_map(results: Results, label: str, points: Mapping[Point, bool]) -> TuningMap:

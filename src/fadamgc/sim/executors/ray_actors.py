@@ -352,10 +352,10 @@ class ClientActor:
         ]
         position = {id(job): i for i, job in enumerate(jobs)}
         results: list[Any] = [None] * len(jobs)
-        there = partial(_to, torch.device("cpu"))
+        to_cpu = partial(_to, torch.device("cpu"))
         for result in executor.run(jobs):
             values = result.state, result.up, result.buffers, result.loss
-            results[position[id(result.job)]] = [map_leaves(there, value) for value in values]
+            results[position[id(result.job)]] = [map_leaves(to_cpu, value) for value in values]
         return executor.name, bool(getattr(executor, "compiled", False)), results
 
     def _prepared(self, key: int, task: Any, plan: Parcel) -> tuple[TaskFunctions, ClientTable, Executor]:
