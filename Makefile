@@ -36,10 +36,10 @@ demo: $(VENV)/.base  ## Compare the paper's seven methods on digits; results in 
 	$(BIN)/fadamgc compare --out $(OUT) --overwrite
 
 quick: install  ## Run the tests that take less than a second or two, for the inner loop
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow"
 
 test: install  ## Run all tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 test-e2e: install  ## Run the tests with a real SuperLink and SuperNodes, on loopback
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) tests/e2e

@@ -338,6 +338,7 @@ def lost_cluster(folder):
         if "ray::" in rest[0] and rest[2].split()[1] == "1":
             os.kill(pid, signal.SIGKILL)
     place = {"checkpoint": folder / "checkpoint", "resume": True}
+    assert (folder / "checkpoint" / "checkpoint.json").exists(), done.stdout + done.stderr
     saved = len(fadamgc.load_run(folder / "checkpoint").history)
     run = fadamgc.simulate(ALGO, task(), executor="auto", **RUN, **place)
     equal = torch.equal(run.x, reference().x)
@@ -362,7 +363,7 @@ def run_and_lose(checkpoint: str) -> None:
                 if session in text and ("gcs_server" in text or "raylet" in text):
                     os.kill(int(path.parent.name), signal.SIGKILL)
 
-    executor = fadamgc.Ray(address="local", actors=2, deadline=10, attempts=2)
+    executor = fadamgc.Ray(address="local", actors=2, deadline=30, attempts=2)
     with refused() as message:
         fadamgc.simulate(ALGO, task(), executor=executor, callbacks=[kill], checkpoint=checkpoint, **RUN)
     print(message, flush=True)

@@ -20,8 +20,8 @@ def fuzz(*arguments):
 
 @pytest.mark.slow
 def test_bad_input_is_refused_with_a_message():
-    budget = {"specs": 8, "arguments": 24, "data": 12, "folders": 6}
-    done = fuzz("cache=3", *(f"{name}={count}" for name, count in budget.items()))
+    budget = {"specs": 6, "arguments": 16, "data": 8, "folders": 4}
+    done = fuzz("cache=2", *(f"{name}={count}" for name, count in budget.items()))
     assert done.returncode == 0, done.stdout + done.stderr
     for name, count in budget.items():
         accepted, refused = map(

@@ -56,7 +56,7 @@ def run_cases():
             [*ISOLATED, sys.executable, ray_cases.__file__, str(folder)],
             capture_output=True,
             text=True,
-            timeout=400,
+            timeout=900,
             env=environment,
         )
         assert done.returncode == 0, done.stderr[-3000:]
