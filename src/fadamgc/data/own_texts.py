@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from fadamgc.data.tables import (
-    Rows,
+    TableRows,
     check_columns,
     no_rows,
     read_csv,
@@ -79,7 +79,7 @@ def read(
     )
 
 
-def _read_file(path: str | Path, columns: Sequence[str], field: str) -> Iterator[Rows]:
+def _read_file(path: str | Path, columns: Sequence[str], field: str) -> Iterator[TableRows]:
     file = Path(os.path.expanduser(path))
     if not file.is_file():
         raise InputError(f"{field}={str(path)!r} {'is not a file' if file.exists() else 'does not exist'}")
@@ -94,7 +94,7 @@ def _read_file(path: str | Path, columns: Sequence[str], field: str) -> Iterator
             raise InputError(f"{field}={str(path)!r} is not one of {', '.join(SUFFIXES)}")
 
 
-def _in_memory(data: Any, columns: Sequence[str], label: str, wanted: Sequence[str], field: str) -> Rows:
+def _in_memory(data: Any, columns: Sequence[str], label: str, wanted: Sequence[str], field: str) -> TableRows:
     """Return the rows of a data frame, of a dict of columns, of a list of dicts, or of (texts, labels)."""
     if hasattr(data, "iloc"):
         frame = data.set_axis([str(name) for name in data.columns], axis=1)
@@ -118,7 +118,7 @@ def _in_memory(data: Any, columns: Sequence[str], label: str, wanted: Sequence[s
 
 def _from_pair(
     texts: Any, labels: Any, columns: Sequence[str], label: str, wanted: Sequence[str], field: str
-) -> Rows:
+) -> TableRows:
     """Return the rows of (texts, labels), in which a text may be a pair of texts."""
     if len(wanted) > len(columns) + 1:
         raise InputError(
@@ -149,7 +149,7 @@ def has_pairs(data: Any) -> bool:
     return isinstance(texts[0], (tuple, list))
 
 
-def _from_columns(place: str, names: Sequence[str], table: Any, columns: Sequence[str]) -> Rows:
+def _from_columns(place: str, names: Sequence[str], table: Any, columns: Sequence[str]) -> TableRows:
     """Return rows of a table whose columns are found by name."""
     check_columns(place, names, columns)
     entries = {name: _list(table[name]) for name in columns}
@@ -163,7 +163,7 @@ def _from_columns(place: str, names: Sequence[str], table: Any, columns: Sequenc
         raise InputError(f"{place}: the columns have different numbers of rows ({lengths})")
     if not all(sizes.values()):
         raise no_rows(place)
-    return Rows(place, 0, entries)
+    return TableRows(place, 0, entries)
 
 
 def _list(values: Any) -> list[Any] | None:
@@ -173,7 +173,7 @@ def _list(values: Any) -> list[Any] | None:
     return listed(values.tolist() if hasattr(values, "tolist") else values)
 
 
-def _keys(batches: Sequence[Rows], column: str, as_text: bool) -> list[Key]:
+def _keys(batches: Sequence[TableRows], column: str, as_text: bool) -> list[Key]:
     """Return a column of labels or clients; in a CSV file, texts that are all whole numbers are numbers."""
     keys = [key for rows in batches for key in rows.keys(column)]
     if as_text and all(WHOLE_NUMBER.fullmatch(str(key)) for key in keys):

@@ -1,4 +1,4 @@
-"""Rows of parquet, CSV and JSON files, and of tables in memory; error messages name the place and the row."""
+"""TableRows of parquet, CSV and JSON files, and of tables in memory; error messages name the place and the row."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BATCH = 2000  # rows that are read at a time
 CSV_BLOCK = 1 << 20, (1 << 31) - 1  # least and largest block; a row must fit into one
 
 
-class Rows(NamedTuple):
+class TableRows(NamedTuple):
     """Consecutive rows of a file, or of a table in memory."""
 
     file: Path | str  # the file, or the name of the argument
@@ -81,7 +81,7 @@ class Rows(NamedTuple):
         return np.array(values, dtype=np.int64)
 
 
-def read_parquet(files: Sequence[Path], columns: Sequence[str]) -> Iterator[Rows]:
+def read_parquet(files: Sequence[Path], columns: Sequence[str]) -> Iterator[TableRows]:
     """Read columns of parquet files, ``BATCH`` rows at a time; refuse files without rows."""
     pyarrow = _pyarrow()
     from pyarrow import parquet
@@ -93,7 +93,7 @@ def read_parquet(files: Sequence[Path], columns: Sequence[str]) -> Iterator[Rows
             with parquet.ParquetFile(path) as file:
                 check_columns(path, file.schema_arrow.names, columns)
                 for part in file.iter_batches(BATCH, columns=list(columns)):
-                    yield Rows(path, first, {name: part.column(name) for name in columns})
+                    yield TableRows(path, first, {name: part.column(name) for name in columns})
                     first += len(part)
         except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
             raise InputError(
@@ -105,7 +105,7 @@ def read_parquet(files: Sequence[Path], columns: Sequence[str]) -> Iterator[Rows
         raise no_rows(files[0])
 
 
-def read_csv(path: Path, columns: Sequence[str]) -> Iterator[Rows]:
+def read_csv(path: Path, columns: Sequence[str]) -> Iterator[TableRows]:
     """Read columns of a CSV file as texts; refuse a file without rows."""
     pyarrow = _pyarrow()
     from pyarrow import csv
@@ -128,10 +128,10 @@ def read_csv(path: Path, columns: Sequence[str]) -> Iterator[Rows]:
     check_columns(path, names, columns)
     if not len(table):
         raise no_rows(path)
-    yield Rows(path, 0, {name: table.column(name) for name in columns})
+    yield TableRows(path, 0, {name: table.column(name) for name in columns})
 
 
-def read_json(path: Path, columns: Sequence[str]) -> Iterator[Rows]:
+def read_json(path: Path, columns: Sequence[str]) -> Iterator[TableRows]:
     """Read columns of a file with one JSON object per line, or with one list of objects."""
     try:
         content = path.read_text(encoding="utf-8-sig")
@@ -158,7 +158,7 @@ def _json(path: Path, content: str, where: str) -> Any:
         ) from None
 
 
-def rows_of_objects(place: Path | str, objects: Sequence[Any], columns: Sequence[str]) -> Rows:
+def rows_of_objects(place: Path | str, objects: Sequence[Any], columns: Sequence[str]) -> TableRows:
     """Return rows that are dicts, one entry per column."""
     for row, entries in enumerate(objects):
         if not isinstance(entries, dict):
@@ -170,7 +170,7 @@ def rows_of_objects(place: Path | str, objects: Sequence[Any], columns: Sequence
             if column not in entries:
                 names = cut(", ".join(map(str, entries)))
                 raise InputError(f"{place}: row {row} has no {column!r}; it has {names}")
-    return Rows(place, 0, {column: [entries[column] for entries in objects] for column in columns})
+    return TableRows(place, 0, {column: [entries[column] for entries in objects] for column in columns})
 
 
 def no_rows(path: Path | str) -> InputError:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fadamgc.data.sources import data_root, files_of_kind, source
-from fadamgc.data.tables import Rows, read_parquet
+from fadamgc.data.tables import TableRows, read_parquet
 
 log = logging.getLogger("fadamgc")
 
@@ -66,7 +66,9 @@ def label_names(name: str) -> tuple[str, ...]:
     return tuple(map(str, names)) if len(names) == classes else tuple(map(str, range(classes)))
 
 
-def collect(batches: Iterable[Rows], columns: Sequence[str], allow_empty: bool = False) -> list[list[str]]:
+def collect(
+    batches: Iterable[TableRows], columns: Sequence[str], allow_empty: bool = False
+) -> list[list[str]]:
     """Return the texts of all rows, one list per column."""
     parts: list[list[str]] = [[] for _ in columns]
     for rows in batches:

@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeAlias, assert_never
+from typing import Any, assert_never
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import Subset, TensorDataset
@@ -24,7 +23,7 @@ from fadamgc.data.synthetic import Synthetic, linear_regression, quadratics
 from fadamgc.errors import InputError, cut
 from fadamgc.models import ImageInput, cnn1d, convnet, mlp, resnet8, resnet18
 from fadamgc.runtime import seeded
-from fadamgc.samples import Pair
+from fadamgc.samples import Pair, Positions
 from fadamgc.task import Task
 from fadamgc.tasks import own
 from fadamgc.tasks.own import Labels
@@ -43,8 +42,6 @@ from fadamgc.tasks.sections import (
     TextTask,
 )
 from fadamgc.tasks.text_data import section_texts
-
-Rows: TypeAlias = NDArray[np.int64]
 
 
 def build_task(spec: TaskSpec, seed: int, validation: float = 0.0) -> Task:
@@ -141,13 +138,13 @@ def _memory_for(setting: str) -> Iterator[None]:
 
 
 def classification(
-    model: nn.Module, x: Tensor, y: Tensor, parts: Iterable[Rows], test: Pair | None, name: str
+    model: nn.Module, x: Tensor, y: Tensor, parts: Iterable[Positions], test: Pair | None, name: str
 ) -> Task:
     """Return the task whose clients have the rows ``parts`` of the inputs x and labels y."""
     return Task(model, cross_entropy, clients_of(x, y, parts), test, metric="accuracy", name=name)
 
 
-def clients_of(x: Tensor, y: Tensor, parts: Iterable[Rows]) -> list[Subset[Any]]:
+def clients_of(x: Tensor, y: Tensor, parts: Iterable[Positions]) -> list[Subset[Any]]:
     """Return one Subset per client, of the same tensors."""
     data = TensorDataset(x, y)
     return [Subset(data, part.tolist()) for part in parts]
@@ -195,7 +192,7 @@ def _images(spec: ImagesTask, seed: int, validation: float) -> Task:
     return Task(model, cross_entropy, clients, held_out, metric="accuracy", name=spec.data)
 
 
-def _image_rows(data: images.Images, parts: Iterable[Rows]) -> list[Subset[Any]]:
+def _image_rows(data: images.Images, parts: Iterable[Positions]) -> list[Subset[Any]]:
     """Return images that stay on disk until they are needed, and are in memory once for all processes."""
     return clients_of(torch.from_numpy(data.x), torch.from_numpy(data.y), parts)
 
@@ -229,7 +226,7 @@ def _texts(spec: TextTask, seed: int, validation: float) -> Task:
     return classification(model, tokens[0], labels, parts, pair, name)
 
 
-def _hold_out_texts(train: texts.Texts, share: float) -> tuple[Rows, Rows]:
+def _hold_out_texts(train: texts.Texts, share: float) -> tuple[Positions, Positions]:
     if train.owner is None:
         return _hold_out(train.y, np.arange(len(train.y)), share)
     rows, held_out = hold_out(torch.from_numpy(train.y), train.owner, share, seed=1)
@@ -253,7 +250,7 @@ def _har(spec: HarTask, seed: int, validation: float) -> Task:
     return classification(model, data.x, data.y, parts, (data.x[test_rows], data.y[test_rows]), "HAR")
 
 
-def _balanced(labels: Rows, count: int | None) -> Rows:
+def _balanced(labels: Positions, count: int | None) -> Positions:
     """Choose ``count`` rows, as evenly over the classes as possible; the same rows in every run."""
     if count is None or count >= len(labels):
         return np.arange(len(labels))
@@ -265,7 +262,7 @@ def _balanced(labels: Rows, count: int | None) -> Rows:
     return np.sort(order[np.argsort(turn[order], kind="stable")[:count]])
 
 
-def _hold_out(labels: Rows, rows: Rows, fraction: float) -> tuple[Rows, Rows]:
+def _hold_out(labels: Positions, rows: Positions, fraction: float) -> tuple[Positions, Positions]:
     """Split rows into those to train on and a fraction to hold out, of every class; the same in every run."""
     if not fraction:
         return rows, rows[:0]
@@ -273,7 +270,7 @@ def _hold_out(labels: Rows, rows: Rows, fraction: float) -> tuple[Rows, Rows]:
     return np.setdiff1d(rows, held_out), held_out
 
 
-def _subset(labels: Rows, count: int | None) -> Tensor:
+def _subset(labels: Positions, count: int | None) -> Tensor:
     return torch.from_numpy(labels[_balanced(labels, count)])
 
 

@@ -34,7 +34,7 @@ from fadamgc.tree import map_leaves
 log = logging.getLogger("fadamgc")
 
 INNER = ("auto", "loop", "threads", "vectorized")
-AHEAD = 2  # requests that an actor has at the most, so that it never waits for the next one
+AHEAD = 2  # assignments that an actor has at the most, so that it never waits for the next one
 TASKS = 2  # tasks that an actor keeps
 POLL = 5.0  # seconds between two looks at the clock
 
@@ -50,9 +50,9 @@ class Ray:
         cpus: CPUs of an actor, which are also its threads.
         gpus: GPUs of an actor, such as 1 or 0.25; above 0, it trains on its GPU.
         inner: the executor of an actor: "loop", "threads" or "vectorized"; "auto" chooses by a rule.
-        deadline: seconds for one request; an actor that needs longer is replaced. The first request
+        deadline: seconds for one assignment; an actor that needs longer is replaced. The first assignment
             includes loading the data.
-        attempts: how often a request is given to an actor before the run ends with an error.
+        attempts: how often an assignment is given to an actor before the run ends with an error.
 
     Example:
         >>> import fadamgc
@@ -97,10 +97,10 @@ class Plan(NamedTuple):
     compiled: bool | None
 
 
-class Part(NamedTuple):
-    """One client's part in a request: a Job without the data, and without what all clients share."""
+class PackedJob(NamedTuple):
+    """One client's part in an assignment: a Job without the data, and without what all clients share."""
 
-    round: int  # position among the rounds of the request
+    round: int  # position among the rounds of the assignment
     client: int
     state: Any
     tracked: bool
@@ -108,20 +108,20 @@ class Part(NamedTuple):
 
 
 @dataclass
-class Request:
+class Assignment:
     """Some jobs that one actor gets at once."""
 
     jobs: list[Job]
     attempts: int = 0
-    given: float = 0.0  # when the actor could begin with it
+    sent: float = 0.0  # when the actor could begin with it
 
 
 @dataclass
-class Member:
-    """An actor, and the requests that it has, by the reference of the reply."""
+class ActorMember:
+    """An actor, and its assignments, by the reference of the reply."""
 
     handle: Any
-    requests: dict[Any, Request] = field(default_factory=dict)
+    assignments: dict[Any, Assignment] = field(default_factory=dict)
 
 
 class RayExecutor:
@@ -142,7 +142,7 @@ class RayExecutor:
         self._given_compiled = compiled
         self._workload = workload
         self._tasks: dict[int, tuple[Task, Any]] = {}  # by identity, with a reference to the packed task
-        self._members: list[Member] = []
+        self._members: list[ActorMember] = []
         self.sent = self.received = 0  # bytes through the object store, without the task
         self._disconnect: Callable[[], None] = connect(options.address)
         try:
@@ -150,7 +150,7 @@ class RayExecutor:
                 fitting = places(options.cpus, options.gpus)
                 count = min(options.actors or fitting, fitting, max(1, workload.sampled))
                 self._actor_class = self._remote_class()
-                self._members = [Member(self._new_actor()) for _ in range(count)]
+                self._members = [ActorMember(self._new_actor()) for _ in range(count)]
         except BaseException:
             self.close()
             raise
@@ -168,11 +168,11 @@ class RayExecutor:
             messages = {key: pack(tuple(round[1:])) for key, round in rounds.items()}  # all but the task
             self.sent += sum(message.size for message in messages.values())
             packed = {key: ray.put(message) for key, message in messages.items()}
-            waiting = deque(Request(part) for part in self._parts(jobs))
-            while waiting or any(member.requests for member in self._members):
+            waiting = deque(Assignment(part) for part in self._parts(jobs))
+            while waiting or any(member.assignments for member in self._members):
                 self._hand_out(waiting, packed)
                 for member, reference in self._replies(waiting):
-                    request = member.requests[reference]
+                    assignment = member.assignments[reference]
                     try:
                         parcel = ray.get(reference)
                     except (ray.exceptions.RayError, ConnectionError) as error:
@@ -180,20 +180,20 @@ class RayExecutor:
                         continue
                     self.received += parcel.size
                     reply = unpack(parcel)
-                    del member.requests[reference]
-                    for other in member.requests.values():
-                        other.given = time.monotonic()
+                    del member.assignments[reference]
+                    for other in member.assignments.values():
+                        other.sent = time.monotonic()
                     if isinstance(reply, BaseException):
                         raise reply
                     self.inner, self.compiled, results = reply
-                    for job, result in zip(request.jobs, results, strict=True):
+                    for job, result in zip(assignment.jobs, results, strict=True):
                         here = partial(_to, job.round.functions.device)
                         yield Result(job, *(map_leaves(here, part) for part in result))
         finally:
             for member in self._members:  # after an error, nobody waits for the other replies
-                if member.requests:
+                if member.assignments:
                     self._kill(member.handle)
-                    member.handle, member.requests = self._new_actor(), {}
+                    member.handle, member.assignments = self._new_actor(), {}
 
     def close(self) -> None:
         """Stop the actors, and disconnect from the cluster if this executor has connected to it."""
@@ -220,22 +220,22 @@ class RayExecutor:
             parts += [of_task[first : first + size] for first in range(0, len(of_task), size)]
         return parts
 
-    def _hand_out(self, waiting: deque[Request], packed: dict[int, Any]) -> None:
-        """Give requests to the actors that have the fewest."""
+    def _hand_out(self, waiting: deque[Assignment], packed: dict[int, Any]) -> None:
+        """Give assignments to the actors that have the fewest."""
         while waiting:
-            member = min(self._members, key=lambda member: len(member.requests))
-            if len(member.requests) >= AHEAD:
+            member = min(self._members, key=lambda member: len(member.assignments))
+            if len(member.assignments) >= AHEAD:
                 return
-            request = waiting.popleft()
-            request.attempts += 1
-            request.given = time.monotonic()
-            functions = request.jobs[0].round.functions
+            assignment = waiting.popleft()
+            assignment.attempts += 1
+            assignment.sent = time.monotonic()
+            functions = assignment.jobs[0].round.functions
             task = self._packed_task(functions)
-            rounds = list(dict.fromkeys(id(job.round) for job in request.jobs))
+            rounds = list(dict.fromkeys(id(job.round) for job in assignment.jobs))
             parts = pack(
                 [
-                    Part(rounds.index(id(job.round)), job.client, job.state, job.tracked, job.batches)
-                    for job in request.jobs
+                    PackedJob(rounds.index(id(job.round)), job.client, job.state, job.tracked, job.batches)
+                    for job in assignment.jobs
                 ]
             )
             self.sent += parts.size
@@ -249,26 +249,27 @@ class RayExecutor:
             # References in a list are not resolved: the actor reads a task only if it does not have it.
             references = [packed[key] for key in rounds]
             reference = member.handle.train.remote(id(functions), [task], pack(plan), references, parts)
-            member.requests[reference] = request
+            member.assignments[reference] = assignment
 
-    def _replies(self, waiting: deque[Request]) -> Iterator[tuple[Member, Any]]:
-        """Wait for replies; replace an actor whose request has taken too long."""
-        owner = {reference: member for member in self._members for reference in member.requests}
+    def _replies(self, waiting: deque[Assignment]) -> Iterator[tuple[ActorMember, Any]]:
+        """Wait for replies; replace an actor whose assignment has taken too long."""
+        owner = {reference: member for member in self._members for reference in member.assignments}
         ready, _ = ray_module().wait(list(owner), num_returns=1, timeout=min(POLL, self.options.deadline))
         for reference in ready:
-            if reference in owner[reference].requests:  # else its actor was replaced just now
+            if reference in owner[reference].assignments:  # else its actor was replaced just now
                 yield owner[reference], reference
         now, late = time.monotonic(), TimeoutError(f"no reply within deadline={self.options.deadline:g} s")
         for member in {id(member): member for member in owner.values()}.values():
             if any(
-                now - request.given > self.options.deadline for request in list(member.requests.values())[:1]
+                now - assignment.sent > self.options.deadline
+                for assignment in list(member.assignments.values())[:1]
             ):
                 self._replace(member, waiting, late)
 
-    def _replace(self, member: Member, waiting: deque[Request], error: Exception) -> None:
-        """Start an actor in the place of one that is lost, and let others do its requests."""
-        requests = list(member.requests.values())
-        first, clients = requests[0], [job.client for job in requests[0].jobs]
+    def _replace(self, member: ActorMember, waiting: deque[Assignment], error: Exception) -> None:
+        """Start an actor in the place of one that is lost, and let others do its assignments."""
+        assignments = list(member.assignments.values())
+        first, clients = assignments[0], [job.client for job in assignments[0].jobs]
         log.warning(
             "ray: an actor was lost (%s); its clients %s are trained by another", first_line(error), clients
         )
@@ -278,11 +279,11 @@ class RayExecutor:
                 f"replied: {first_line(error)}; look at the cluster (ray status), then resume from the "
                 "checkpoint"
             ) from error
-        for request in requests[1:]:
-            request.attempts -= 1  # the actor had not begun with it
-        waiting.extendleft(reversed(requests))
+        for assignment in assignments[1:]:
+            assignment.attempts -= 1  # the actor had not begun with it
+        waiting.extendleft(reversed(assignments))
         self._kill(member.handle)
-        member.handle, member.requests = self._new_actor(), {}
+        member.handle, member.assignments = self._new_actor(), {}
 
     def _packed_task(self, functions: TaskFunctions) -> Any:
         """Return the reference of a task, whose data is read by all actors of a node from the same memory."""
@@ -333,7 +334,7 @@ class ClientActor:
         except Exception as error:
             return pack(error)
 
-    def _train(self, key: int, task: Any, plan: Parcel, rounds: list[Any], parts: list[Part]) -> Any:
+    def _train(self, key: int, task: Any, plan: Parcel, rounds: list[Any], parts: list[PackedJob]) -> Any:
         functions, clients, executor = self._prepared(key, task, plan)
         ray = ray_module()
         messages = [unpack(ray.get(reference)) for reference in rounds]
