@@ -52,7 +52,7 @@ class GroupEnd(NamedTuple):
     files: list[dict[str, bytes]] | None
 
 
-class Messages:
+class Mailbox:
     """An actor for the messages of all processes, which the driver reads now and then."""
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ def run_on_ray(plan: Sequence[PlannedRun], options: RayTasks, listener: Listener
     pending: dict[Any, list[int]] = {}
     try:
         groups = in_groups(plan, places(options.cpus, options.gpus))
-        inbox = ray.remote(num_cpus=0)(Messages).remote()
+        inbox = ray.remote(num_cpus=0)(Mailbox).remote()
         task = ray.remote(num_cpus=options.cpus, num_gpus=options.gpus, max_retries=RETRIES)(run_group)
         surroundings, threads = pack(Surroundings.here()), max(1, int(options.cpus))
         with _proof(plan[0].folder.parent) as proof:
