@@ -1,4 +1,4 @@
-"""TableRows of parquet, CSV and JSON files, and of tables in memory; error messages name the place and the row."""
+"""Rows of parquet, CSV and JSON files, and of tables in memory; error messages name the place and the row."""
 
 from __future__ import annotations
 
