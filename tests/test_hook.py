@@ -602,6 +602,81 @@ def test_errors_change_no_state():
     assert (correction.finish_round(tracked=False) == 0).all()
 
 
+def test_the_parameters_of_the_optimizer_stay_the_same():
+    """Added, removed and exchanged ones: each an error, and no state changed."""
+
+    def add(optimizer):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+
+    def remove(optimizer):
+        optimizer.param_groups[0]["params"].pop()
+
+    for change in (add, remove):
+        model, optimizer, correction = attached()
+        correction.start_round(some())
+        backward(model, 0)
+        optimizer.step()
+        backward(model, 1)
+        change(optimizer)
+        before, raw, state = numbers(model), gradient(model), correction.state_dict()
+        message = r"SGD has [35] parameters now, not the 4 that it had at attach\(\): .* make a new Correction"
+        for call in (optimizer.step, lambda c=correction: c.start_round(None), correction.finish_round):
+            with pytest.raises(fadamgc.FadamgcError, match=message):
+                call()
+        assert torch.equal(numbers(model), before)
+        assert torch.equal(gradient(model), raw)
+        after = correction.state_dict()
+        assert all(torch.equal(after[name], state[name]) for name in ("y", "y_i", "g_sum"))
+        assert after["steps"] == 1
+
+    model, optimizer, correction = attached()
+    correction.start_round(some())
+    optimizer.param_groups[0]["params"][0] = nn.Parameter(torch.ones(8, 5))  # as many as before
+    with pytest.raises(fadamgc.FadamgcError, match="SGD has 4 parameters now, not the 4"):
+        correction.start_round(None)
+
+
+def test_a_subset_of_the_optimizer_is_corrected():
+    """Chosen at attach: also after detach, with parameters that were added."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    correction = Correction(model[2].parameters())
+    correction.attach(optimizer)
+    added = nn.Parameter(torch.ones(2))
+    y = torch.ones(27)
+    for again in (False, True):
+        if again:
+            correction.detach()
+            optimizer.add_param_group({"params": [added]})
+            correction.attach(optimizer)
+            added.grad = torch.ones(2)
+        correction.start_round(y)
+        backward(model, 0)
+        before = numbers(model)
+        optimizer.step()
+        corrected = gradient(model)
+        corrected[48:] += y
+        torch.testing.assert_close(numbers(model), before - 0.1 * corrected)
+        correction.finish_round(tracked=False)
+    torch.testing.assert_close(added.detach(), torch.full((2,), 0.9))
+
+
+def test_two_optimizers_of_one_model_have_their_own_corrections():
+    """A simulation with one model. Each step sees one correction, also while both rounds are open."""
+    model, *first = attached()
+    second = [torch.optim.SGD(model.parameters(), lr=0.1), Correction(model.parameters())]
+    second[1].attach(second[0])
+    for seed, (_, correction) in enumerate((first, second)):
+        correction.start_round(some(seed))
+    for seed, (optimizer, _) in enumerate((first, second)):
+        backward(model, 0)
+        before, raw = numbers(model), gradient(model)
+        optimizer.step()
+        torch.testing.assert_close(numbers(model), before - 0.1 * (raw + some(seed)))
+        assert torch.equal(gradient(model), raw)
+    assert [correction.steps for _, correction in (first, second)] == [1, 1]
+
+
 def test_errors_of_construction_and_attach():
     model = mlp()
     parameters = list(model.parameters())
