@@ -193,6 +193,42 @@ def test_the_optimizer_sees_the_corrected_gradient(cls, options):
     torch.testing.assert_close(*result)
 
 
+def test_adamw_in_8_bits_sees_the_corrected_gradient():
+    """The optimizer of bitsandbytes, which also runs on a CPU, next to the same with .grad corrected by hand."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    trajectories = []
+    for by_hand in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(64, 32)
+        optimizer = bitsandbytes.optim.AdamW8bit(model.parameters(), lr=0.01, min_8bit_size=1)
+        correction, xs, y_i = Correction(model.parameters()), [], torch.zeros(2080)
+        if not by_hand:
+            correction.attach(optimizer)
+        inputs = torch.randn(8, 64)
+        for t in range(2):
+            y, raw = 0.1 * torch.randn(2080), torch.zeros(2080)
+            if not by_hand:
+                correction.start_round(y)
+            for _ in range(3):
+                optimizer.zero_grad()
+                (model(inputs) - 1).square().mean().backward()
+                raw += gradient(model)
+                if by_hand:
+                    for p, z in zip(model.parameters(), torch.split(y - y_i, [2048, 32]), strict=True):
+                        p.grad += z.view_as(p)
+                optimizer.step()
+                xs.append(numbers(model))
+            y_i = raw / 3
+            if not by_hand:
+                correction.finish_round()
+                torch.testing.assert_close(correction.y_i, y_i)
+        states = optimizer.state[model.weight]
+        assert states["state1"].dtype == states["state2"].dtype == torch.uint8
+        trajectories.append(torch.stack(xs))
+    torch.testing.assert_close(*trajectories)
+    assert (trajectories[0][0] != trajectories[0][-1]).any()
+
+
 def test_muon_and_adamw_with_one_correction_each():
     result = []
     for by_hand in (False, True):
