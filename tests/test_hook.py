@@ -194,7 +194,7 @@ def test_the_optimizer_sees_the_corrected_gradient(cls, options):
 
 
 def test_adamw_in_8_bits_sees_the_corrected_gradient():
-    """The optimizer of bitsandbytes, which also runs on a CPU, next to the same with .grad corrected by hand."""
+    """That of bitsandbytes, which also runs on a CPU, next to the same whose .grad is corrected by hand."""
     bitsandbytes = pytest.importorskip("bitsandbytes")
     trajectories = []
     for by_hand in (False, True):
@@ -205,7 +205,7 @@ def test_adamw_in_8_bits_sees_the_corrected_gradient():
         if not by_hand:
             correction.attach(optimizer)
         inputs = torch.randn(8, 64)
-        for t in range(2):
+        for _ in range(2):
             y, raw = 0.1 * torch.randn(2080), torch.zeros(2080)
             if not by_hand:
                 correction.start_round(y)
@@ -655,7 +655,9 @@ def test_the_parameters_of_the_optimizer_stay_the_same():
         backward(model, 1)
         change(optimizer)
         before, raw, state = numbers(model), gradient(model), correction.state_dict()
-        message = r"SGD has [35] parameters now, not the 4 that it had at attach\(\): .* make a new Correction"
+        message = (
+            r"SGD has [35] parameters now, not the 4 that it had at attach\(\): .* make a new Correction"
+        )
         for call in (optimizer.step, lambda c=correction: c.start_round(None), correction.finish_round):
             with pytest.raises(fadamgc.FadamgcError, match=message):
                 call()

@@ -441,8 +441,8 @@ class Correction:
         now = _members(optimizer)
         if set(map(id, now)) != set(map(id, self._members)):
             raise FadamgcError(
-                f"{type(optimizer).__name__} has {len(now)} parameters now, not the {len(self._members)} that "
-                "it had at attach(): parameters were added or removed; make a new Correction, or call "
+                f"{type(optimizer).__name__} has {len(now)} parameters now, not the {len(self._members)} "
+                "that it had at attach(): parameters were added or removed; make a new Correction, or call "
                 "detach() and attach(optimizer) again to correct only this Correction's parameters"
             )
 

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 from test_transcription import ATOL, FULL, PARTIAL, RTOL, SCHEDULES, K, make_problem, make_task
+from test_transcription import CASES as PAPER
 
 import fadamgc
-import test_transcription
 import transcription_zoo
 from fadamgc import compose, local
 from fadamgc.federation.sampling import draw_steps
@@ -438,7 +438,7 @@ def zoo() -> set[str]:
     """The registered classes of this package except those of the paper, of groups and of compositions."""
     classes = {algorithm_class(name) for name in fadamgc.algorithms()}
     names = {cls.__name__ for cls in classes if cls.__module__.startswith("fadamgc.")}
-    paper = {case.cls for case in test_transcription.CASES}
+    paper = {case.cls for case in PAPER}
     assert len(paper) == 10
     assert paper | {"MTGC", "MTGCAdam", "Composed"} <= names
     return names - paper - {"MTGC", "MTGCAdam", "Composed"}
