@@ -344,7 +344,10 @@ class Named(Composition):
         (lambda: compose(correction=OnlyG()), r"OnlyG\.before must return the corrected gradient"),
         (lambda: compose(correction=ShorterD()), r"ShorterD\.after must return .* of the same types and"),
         (lambda: compose(correction=NoMessage()), r"NoMessage\.finish must return the client's new state"),
-        (lambda: compose(correction=AlwaysSends()), r"AlwaysSends\.finish returns a message .* tracked=False"),
+        (
+            lambda: compose(correction=AlwaysSends()),
+            r"AlwaysSends\.finish returns a message .* tracked=False",
+        ),
         (lambda: compose(correction=AlwaysSends(init="gradient")), "a message that is not zero"),
         (lambda: compose(correction=OnlyIfTracked()), r"OnlyIfTracked\.finish must return the client's new"),
         (lambda: compose(correction=NoState()), r"NoState\.aggregate must return the server's new state"),
