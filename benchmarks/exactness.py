@@ -59,6 +59,12 @@ def measure(algorithm: AnyAlgorithm) -> list[dict[str, Any]]:
     return [result._asdict() | {"verdict": result.verdict} for result in results]
 
 
+def named() -> dict[str, AnyAlgorithm]:
+    """Return the algorithms to measure, with all registered ones."""
+    names = (name for name in fadamgc.algorithms() if name != "compose")
+    return {name: fadamgc.make_algorithm(name) for name in names} | FURTHER
+
+
 def main() -> None:
     """Measure all methods, or some of them, and keep the results of the others."""
     parser = argparse.ArgumentParser(
@@ -66,11 +72,9 @@ def main() -> None:
     )
     parser.add_argument("--only", nargs="+", default=())
     only = parser.parse_args().only
-    named: dict[str, AnyAlgorithm] = {
-        name: fadamgc.make_algorithm(name) for name in fadamgc.algorithms() if name != "compose"
-    } | FURTHER
+    algorithms = named()
     methods = json.loads(RESULTS.read_text())["methods"] if only and RESULTS.exists() else {}
-    for name, algorithm in named.items():
+    for name, algorithm in algorithms.items():
         if only and name not in only:
             continue
         title = name if name in FURTHER else algorithm.title
@@ -79,7 +83,7 @@ def main() -> None:
         print(f"{title}: {shown}", file=sys.stderr, flush=True)
     settings = {"clients": CLIENTS, "steps": STEPS, "rounds": ROUNDS, "eta_l": STEP_SIZES}
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
-    ordered = {name: methods[name] for name in named if name in methods}
+    ordered = {name: methods[name] for name in algorithms if name in methods}
     environment = {"torch": torch.__version__, "fadamgc": fadamgc.__version__}
     content = {"settings": settings, "environment": environment, "methods": ordered}
     RESULTS.write_text(json.dumps(content, indent=1) + "\n")

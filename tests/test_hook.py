@@ -193,6 +193,42 @@ def test_the_optimizer_sees_the_corrected_gradient(cls, options):
     torch.testing.assert_close(*result)
 
 
+def test_adamw_in_8_bits_sees_the_corrected_gradient():
+    """That of bitsandbytes, which also runs on a CPU, next to the same whose .grad is corrected by hand."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    trajectories = []
+    for by_hand in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(64, 32)
+        optimizer = bitsandbytes.optim.AdamW8bit(model.parameters(), lr=0.01, min_8bit_size=1)
+        correction, xs, y_i = Correction(model.parameters()), [], torch.zeros(2080)
+        if not by_hand:
+            correction.attach(optimizer)
+        inputs = torch.randn(8, 64)
+        for _ in range(2):
+            y, raw = 0.1 * torch.randn(2080), torch.zeros(2080)
+            if not by_hand:
+                correction.start_round(y)
+            for _ in range(3):
+                optimizer.zero_grad()
+                (model(inputs) - 1).square().mean().backward()
+                raw += gradient(model)
+                if by_hand:
+                    for p, z in zip(model.parameters(), torch.split(y - y_i, [2048, 32]), strict=True):
+                        p.grad += z.view_as(p)
+                optimizer.step()
+                xs.append(numbers(model))
+            y_i = raw / 3
+            if not by_hand:
+                correction.finish_round()
+                torch.testing.assert_close(correction.y_i, y_i)
+        states = optimizer.state[model.weight]
+        assert states["state1"].dtype == states["state2"].dtype == torch.uint8
+        trajectories.append(torch.stack(xs))
+    torch.testing.assert_close(*trajectories)
+    assert (trajectories[0][0] != trajectories[0][-1]).any()
+
+
 def test_muon_and_adamw_with_one_correction_each():
     result = []
     for by_hand in (False, True):
@@ -600,6 +636,83 @@ def test_errors_change_no_state():
     with pytest.raises(fadamgc.FadamgcError, match="gradients of the round's 2 steps are not finite"):
         correction.finish_round()
     assert (correction.finish_round(tracked=False) == 0).all()
+
+
+def test_the_parameters_of_the_optimizer_stay_the_same():
+    """Added, removed and exchanged ones: each an error, and no state changed."""
+
+    def add(optimizer):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+
+    def remove(optimizer):
+        optimizer.param_groups[0]["params"].pop()
+
+    for change in (add, remove):
+        model, optimizer, correction = attached()
+        correction.start_round(some())
+        backward(model, 0)
+        optimizer.step()
+        backward(model, 1)
+        change(optimizer)
+        before, raw, state = numbers(model), gradient(model), correction.state_dict()
+        message = (
+            r"SGD has [35] parameters now, not the 4 that it had at attach\(\): .* make a new Correction"
+        )
+        for call in (optimizer.step, lambda c=correction: c.start_round(None), correction.finish_round):
+            with pytest.raises(fadamgc.FadamgcError, match=message):
+                call()
+        assert torch.equal(numbers(model), before)
+        assert torch.equal(gradient(model), raw)
+        after = correction.state_dict()
+        assert all(torch.equal(after[name], state[name]) for name in ("y", "y_i", "g_sum"))
+        assert after["steps"] == 1
+
+    model, optimizer, correction = attached()
+    correction.start_round(some())
+    optimizer.param_groups[0]["params"][0] = nn.Parameter(torch.ones(8, 5))  # as many as before
+    with pytest.raises(fadamgc.FadamgcError, match="SGD has 4 parameters now, not the 4"):
+        correction.start_round(None)
+
+
+def test_a_subset_of_the_optimizer_is_corrected():
+    """Chosen at attach: also after detach, with parameters that were added."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    correction = Correction(model[2].parameters())
+    correction.attach(optimizer)
+    added = nn.Parameter(torch.ones(2))
+    y = torch.ones(27)
+    for again in (False, True):
+        if again:
+            correction.detach()
+            optimizer.add_param_group({"params": [added]})
+            correction.attach(optimizer)
+            added.grad = torch.ones(2)
+        correction.start_round(y)
+        backward(model, 0)
+        before = numbers(model)
+        optimizer.step()
+        corrected = gradient(model)
+        corrected[48:] += y
+        torch.testing.assert_close(numbers(model), before - 0.1 * corrected)
+        correction.finish_round(tracked=False)
+    torch.testing.assert_close(added.detach(), torch.full((2,), 0.9))
+
+
+def test_two_optimizers_of_one_model_have_their_own_corrections():
+    """A simulation with one model. Each step sees one correction, also while both rounds are open."""
+    model, *first = attached()
+    second = [torch.optim.SGD(model.parameters(), lr=0.1), Correction(model.parameters())]
+    second[1].attach(second[0])
+    for seed, (_, correction) in enumerate((first, second)):
+        correction.start_round(some(seed))
+    for seed, (optimizer, _) in enumerate((first, second)):
+        backward(model, 0)
+        before, raw = numbers(model), gradient(model)
+        optimizer.step()
+        torch.testing.assert_close(numbers(model), before - 0.1 * (raw + some(seed)))
+        assert torch.equal(gradient(model), raw)
+    assert [correction.steps for _, correction in (first, second)] == [1, 1]
 
 
 def test_errors_of_construction_and_attach():

@@ -7,13 +7,14 @@ import io
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 import fadamgc
-from fadamgc import ClientOptimizer, Cohort, optim
+from fadamgc import ClientOptimizer, Cohort, optim, pieces
 from fadamgc.methods import fadamgc as flat
 from fadamgc.tree import leaves, rebuild
 from problems import class_task, mlp
@@ -261,6 +262,47 @@ def test_steps_in_place_have_the_same_numbers(algo, dtype, monkeypatch):
                 torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
             else:
                 assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "algo",
+    [fadamgc.FedLALR(eta_l=0.1), fadamgc.compose(fadamgc.local.AdaGrad(0.1, eps=0.0), "pre")],
+    ids=["FedLALR", "AdaGrad"],
+)
+def test_a_choice_with_where_runs_in_numpy_with_the_same_bits(algo, dtype, monkeypatch):
+    """With torch's square root, whose rounding numpy does not have; some numbers have v = 0, one NaN."""
+
+    def sqrt(v, out):
+        torch.sqrt(torch.from_numpy(v), out=torch.from_numpy(out))
+
+    monkeypatch.setitem(pieces.UFUNCS, "sqrt", sqrt)
+    monkeypatch.setattr(optim, "PIECE", 16)
+    results = []
+    for threads in (1, 2):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        random = torch.Generator().manual_seed(0)
+        parameter = nn.Parameter(torch.randn(100, generator=random, dtype=dtype))
+        optimizer = ClientOptimizer([parameter], algo)
+        optimizer.start_round(algo.broadcast(algo.init_server(parameter.detach().clone())))
+        for _ in range(4):
+            parameter.grad = torch.randn(100, generator=random, dtype=dtype)
+            parameter.grad[::7], parameter.grad[50] = 0.0, torch.nan
+            optimizer.step()
+        run = optimizer._steps[0].run.__self__
+        assert isinstance(run, pieces.NumpyProgram) == (threads == 1)
+        results.append([parameter.detach(), *leaves(optimizer.finish_round())])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("place", ["yes", "no", "elsewhere"])
+def test_where_writes_into_the_memory_of_an_argument(place):
+    condition = np.array([True, False, True])
+    yes, no = np.array([1.0, 2.0, 3.0]), np.array([4.0, 5.0, 6.0])
+    out = {"yes": yes, "no": no}.get(place, np.empty(3))
+    pieces.UFUNCS["where"](condition, yes, no, out)
+    assert out.tolist() == [1.0, 5.0, 3.0]
 
 
 def test_a_step_that_is_not_pointwise_runs_as_it_is_written(monkeypatch):

@@ -7,6 +7,7 @@ import json
 import re
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -175,13 +176,30 @@ def test_the_results_are_those_of_the_saved_runs():
     assert made.strip() in section("results")
 
 
-def test_the_speeds_are_those_of_the_last_benchmark():
-    """The README's table and the pages beside the results are what their JSON says."""
-    spec = importlib.util.spec_from_file_location("report", ROOT / "benchmarks" / "report.py")
+def benchmark(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
-    report = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(report)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_results_on_quadratics_have_every_method_and_its_vectors():
+    """results/exactness was measured with the methods and their states and messages as they are now."""
+    exactness = benchmark("exactness")
+    saved = json.loads(exactness.RESULTS.read_text())["methods"]
+    expected = exactness.named()
+    assert saved.keys() == expected.keys()
+    for name, algorithm in expected.items():
+        vectors = {key: saved[name][key] for key in ("state", "down", "up", "tracked")}
+        assert vectors == exactness.vectors(algorithm), name
+        assert len(saved[name]["quadratics"]) == (1 if algorithm.full_participation else 2), name
+
+
+def test_the_speeds_are_those_of_the_last_benchmark():
+    """The README's table and the pages beside the results are what their JSON says."""
+    report = benchmark("report")
     for name in ("benchmarks", "benchmarks-texts"):
         folder = ROOT / "results" / name
         results = json.loads((folder / "results.json").read_text())

@@ -295,6 +295,25 @@ def test_mtgc_with_adam_of_one_level_is_fadamgc(groups: list[list[int]]) -> None
     assert_same(zoo.mtgc_adam(problem, groups, 1, K, 6, eta_l=0.1), fadamgc)
 
 
+def test_products_of_the_algebra_without_a_global_direction_or_without_momentum() -> None:
+    """alpha = 1 ignores G, which leaves FAdamGC; beta = 0 leaves FedCM."""
+    problem = quadratics()
+    fadamgc = base.fadamgc(problem, ROTATING * 2, K, eta_l=0.1)
+    assert_same(zoo.amsgrad_pre_direction(problem, ROTATING * 2, K, eta_l=0.1, alpha=1.0), fadamgc)
+    fedavg_m = base.fedavg_m(problem, ROTATING * 2, K, eta_l=0.1, beta=0.3)
+    assert_same(zoo.momentum_direction(problem, ROTATING * 2, K, eta_l=0.1, alpha=0.3, beta=0.0), fedavg_m)
+
+
+def test_shared_moments_of_one_client_are_adam_in_one_long_round() -> None:
+    """y = y_i, so nothing is corrected."""
+    problem = quadratics(n=1)
+    alone: Schedule = [([0], [0])]
+    for bias_correction in (False, True):
+        rounds = zoo.adam_shared_pre(problem, alone * 3, K, eta_l=0.1, bias_correction=bias_correction)
+        long = zoo.adam_shared_pre(problem, alone, 3 * K, eta_l=0.1, bias_correction=bias_correction)
+        np.testing.assert_allclose(rounds["x"][-1], long["x"][-1], rtol=0, atol=1e-12)
+
+
 # Invariants.
 
 

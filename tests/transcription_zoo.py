@@ -621,6 +621,164 @@ def mimelite(
     return {"x": xs, "m": m, "v": v}
 
 
+# Products of the algebra that have no name of their own.
+
+
+def amsgrad_pre_direction(
+    problem: Problem,
+    schedule: Schedule,
+    K: Steps,
+    eta_l: float,
+    alpha: float,
+    eta_g: float = 1.0,
+    beta1: float = 0.9,
+    beta2: float = 0.99,
+    eps: float = 1e-8,
+) -> Result:
+    """AMSGrad (m reset, v keep) x pre+direction x Average.
+
+    The moments see g + y - y_i. The step is the mean of their direction, with weight alpha, and of G, the
+    mean direction of the last round. y_i is the mean raw gradient of the last round in which i was tracked.
+    """
+    n, d = problem.n, problem.d
+    x = problem.x.copy()
+    y = np.zeros(d)
+    G = np.zeros(d)
+    y_i = [np.zeros(d) for _ in range(n)]
+    v_i = [np.zeros(d) for _ in range(n)]
+    vh_i = [np.zeros(d) for _ in range(n)]
+    xs = []
+    for sampled, tracked in schedule:
+        dx_sum = np.zeros(d)
+        dy_sum = np.zeros(d)
+        for i in sampled:
+            K_i = steps_of(K, i)
+            x_i = x.copy()
+            m = np.zeros(d)
+            v = v_i[i]
+            vh = vh_i[i]
+            g_sum = np.zeros(d)
+            for _k in range(K_i):
+                g = problem.gradient(i, x_i)
+                g_hat = g + y - y_i[i]
+                m = beta1 * m + (1 - beta1) * g_hat
+                v = beta2 * v + (1 - beta2) * g_hat**2
+                vh = np.maximum(vh, v)
+                x_i = x_i - eta_l * (alpha * quotient(m, np.sqrt(vh) + eps) + (1 - alpha) * G)
+                g_sum = g_sum + g
+            v_i[i] = v
+            vh_i[i] = vh
+            dx_sum = dx_sum + (x_i - x)
+            if i in tracked:
+                dy_sum = dy_sum + (g_sum / K_i - y_i[i])
+                y_i[i] = g_sum / K_i
+        D = dx_sum / len(sampled)
+        y = y + dy_sum / n
+        G = -D / (eta_l * mean_steps(K, sampled))
+        x = x + eta_g * D
+        xs.append(x)
+    return {"x": xs, "y": y, "y_i": y_i, "G": G}
+
+
+def adam_shared_pre(
+    problem: Problem,
+    schedule: Schedule,
+    K: Steps,
+    eta_l: float,
+    eta_g: float = 1.0,
+    beta1: float = 0.9,
+    beta2: float = 0.99,
+    eps: float = 1e-8,
+    bias_correction: bool = False,
+) -> Result:
+    """Adam (m share, v share) x pre x Average: all clients start from the mean moments of the last round.
+
+    The moments see g + y - y_i. The bias correction counts the steps in the mean moments: t grows by the mean
+    K of each round.
+    """
+    n, d = problem.n, problem.d
+    x = problem.x.copy()
+    y = np.zeros(d)
+    y_i = [np.zeros(d) for _ in range(n)]
+    m_server = np.zeros(d)
+    v_server = np.zeros(d)
+    t = 0.0
+    xs = []
+    for sampled, tracked in schedule:
+        dx_sum = np.zeros(d)
+        dy_sum = np.zeros(d)
+        m_sum = np.zeros(d)
+        v_sum = np.zeros(d)
+        for i in sampled:
+            K_i = steps_of(K, i)
+            x_i = x.copy()
+            m = m_server
+            v = v_server
+            g_sum = np.zeros(d)
+            for k in range(1, K_i + 1):
+                g = problem.gradient(i, x_i)
+                g_hat = g + y - y_i[i]
+                m = beta1 * m + (1 - beta1) * g_hat
+                v = beta2 * v + (1 - beta2) * g_hat**2
+                if bias_correction:
+                    root = np.sqrt(v / (1 - beta2 ** (t + k)))
+                    x_i = x_i - eta_l * quotient(m / (1 - beta1 ** (t + k)), root + eps)
+                else:
+                    x_i = x_i - eta_l * quotient(m, np.sqrt(v) + eps)
+                g_sum = g_sum + g
+            dx_sum = dx_sum + (x_i - x)
+            m_sum = m_sum + m
+            v_sum = v_sum + v
+            if i in tracked:
+                dy_sum = dy_sum + (g_sum / K_i - y_i[i])
+                y_i[i] = g_sum / K_i
+        x = x + eta_g * (dx_sum / len(sampled))
+        y = y + dy_sum / n
+        m_server = m_sum / len(sampled)
+        v_server = v_sum / len(sampled)
+        t = t + mean_steps(K, sampled)
+        xs.append(x)
+    return {"x": xs, "y": y, "y_i": y_i, "m": m_server, "v": v_server}
+
+
+def momentum_direction(
+    problem: Problem,
+    schedule: Schedule,
+    K: Steps,
+    eta_l: float,
+    alpha: float,
+    eta_g: float = 1.0,
+    beta: float = 0.9,
+    nesterov: bool = False,
+) -> Result:
+    """Momentum (m keep) x direction x Average: m stays at the client between its rounds."""
+    n, d = problem.n, problem.d
+    x = problem.x.copy()
+    G = np.zeros(d)
+    m_i = [np.zeros(d) for _ in range(n)]
+    xs = []
+    for sampled, _tracked in schedule:
+        dx_sum = np.zeros(d)
+        for i in sampled:
+            x_i = x.copy()
+            m = m_i[i]
+            for _k in range(steps_of(K, i)):
+                g = problem.gradient(i, x_i)
+                m = beta * m + g
+                delta = g + beta * m if nesterov else m
+                x_i = x_i - eta_l * (alpha * delta + (1 - alpha) * G)
+            m_i[i] = m
+            dx_sum = dx_sum + (x_i - x)
+        D = dx_sum / len(sampled)
+        G = -D / (eta_l * mean_steps(K, sampled))
+        x = x + eta_g * D
+        xs.append(x)
+    return {"x": xs, "G": G, "m_i": m_i}
+
+
+# Clients in groups.
+
+
 def mtgc(
     problem: Problem,
     groups: Sequence[Sequence[int]],

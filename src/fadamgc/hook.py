@@ -109,6 +109,7 @@ class Correction:
         self._raw: list[Tensor | None] | None = None  # the raw gradients, while the optimizer steps
         self._corrected: list[tuple[Tensor | None, int]] = []  # the gradients that belong to ``_raw``
         self._optimizer: Optimizer | None = None
+        self._members: list[Tensor] = []  # all parameters of the optimizer
         self._handles: list[Any] = []
 
     # What a user reads.
@@ -139,7 +140,8 @@ class Correction:
         """Correct the gradients of an optimizer's steps from now on.
 
         Of a wrapper such as Accelerate's, the optimizer inside it is used. Its hooks are not part of a copy
-        of the optimizer: attach the copy's own Correction.
+        of the optimizer: attach the copy's own Correction. The optimizer may have more parameters than the
+        Correction, which it does not correct; afterwards, its parameters must stay the same.
         """
         inner: Any = optimizer
         while isinstance(getattr(inner, "optimizer", None), Optimizer) and hasattr(inner, "param_groups"):
@@ -156,8 +158,8 @@ class Correction:
                 "LBFGS evaluates several gradients per step, and its line search would need a corrected "
                 "loss; attach an optimizer with one gradient per step"
             )
-        members = {id(p) for group in inner.param_groups for p in group["params"]}
-        missing = sum(id(p) not in members for p in self._parameters)
+        members = _members(inner)
+        missing = len(self._parameters) - len({id(p) for p in self._parameters} & set(map(id, members)))
         if missing:
             raise InputError(
                 f"{missing} of {len(self._parameters)} parameters are not in the optimizer; make one "
@@ -170,7 +172,7 @@ class Correction:
                 "another Correction of these parameters is attached to this optimizer; detach it"
             )
         others.add(self)
-        self._optimizer = inner
+        self._optimizer, self._members = inner, members
         self._handles = [
             inner.register_step_pre_hook(self._before_step),
             inner.register_step_post_hook(self._after_step),
@@ -183,7 +185,7 @@ class Correction:
         for handle in self._handles:
             handle.remove()
         _attached[self._optimizer].discard(self)
-        self._optimizer, self._handles, self._raw = None, [], None
+        self._optimizer, self._members, self._handles, self._raw = None, [], [], None
 
     # A round.
 
@@ -199,6 +201,7 @@ class Correction:
         self._check_parameters()
         if self._optimizer is None:
             raise FadamgcError("start_round() before attach(optimizer): no step would be corrected")
+        self._check_members(self._optimizer)
         new = torch.zeros_like(self._y) if y is None else self._vector("y", y)
         if not torch.isfinite(new).all():
             raise InputError("y is not finite; the server added a dy that is not finite")
@@ -218,6 +221,8 @@ class Correction:
             raise FadamgcError("finish_round() outside a round; call start_round(y) first")
         if not isinstance(tracked, bool):
             raise not_accepted("tracked", tracked, "True or False")
+        if self._optimizer is not None:
+            self._check_members(self._optimizer)
         if self._steps == 0:
             warnings.warn("the round had no optimizer.step(), so y_i stays and dy is zero", stacklevel=2)
         self._undo_correction()
@@ -304,13 +309,18 @@ class Correction:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy of an optimizer has no hooks, so a copy of a Correction is not attached.
-        return self.__dict__ | {"_optimizer": None, "_handles": [], "_raw": None, "_corrected": []}
+        return self.__dict__ | {
+            **{"_optimizer": None, "_members": [], "_handles": []},
+            **{"_raw": None, "_corrected": []},
+        }
 
     # The hooks. Before the step: .grad = raw + z. After it: g_sum += raw, .grad = raw.
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if not self.in_round:
             raise FadamgcError("optimizer.step() outside a round; call start_round(y) first, or detach()")
+        if sum(len(group["params"]) for group in optimizer.param_groups) != len(self._members):
+            self._check_members(optimizer)
         if kwargs.get("grad_scaler") is not None:
             raise FadamgcError(
                 f"{type(optimizer).__name__} takes the GradScaler itself, so its gradients are unknown; use "
@@ -427,6 +437,15 @@ class Correction:
                     "the Correction is made"
                 )
 
+    def _check_members(self, optimizer: Optimizer) -> None:
+        now = _members(optimizer)
+        if set(map(id, now)) != set(map(id, self._members)):
+            raise FadamgcError(
+                f"{type(optimizer).__name__} has {len(now)} parameters now, not the {len(self._members)} "
+                "that it had at attach(): parameters were added or removed; make a new Correction, or call "
+                "detach() and attach(optimizer) again to correct only this Correction's parameters"
+            )
+
     def _vector(self, name: str, value: Any) -> Tensor:
         """Return a copy of a vector, of the type and on the device of y_i."""
         if not isinstance(value, Tensor):
@@ -445,3 +464,7 @@ class Correction:
 
     def _set_z(self) -> None:
         self._z = [z if z.any() else None for z in self._pieces(self._y - self._y_i)]
+
+
+def _members(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]

@@ -37,6 +37,13 @@ def _minimum(a: Any, b: Any, out: Any) -> None:
     np.minimum(a, b, out=out)
 
 
+def _where(condition: Any, yes: Any, no: Any, out: Any) -> None:
+    if out is not yes:  # in Adam's direction, where(v > 0, m / sqrt(v), 0), it is the memory of the quotient
+        out[:] = np.where(condition, yes, no)  # which may read ``out``
+        return
+    np.copyto(out, no, where=np.logical_not(condition))
+
+
 # numpy's calls, and its square root, take a third of the time of torch's. The results are the same to the
 # bit, except for the square root: numpy's is exactly rounded, torch's is not always.
 UFUNCS: dict[str, Callable[..., Any]] = {
@@ -49,7 +56,10 @@ UFUNCS: dict[str, Callable[..., Any]] = {
     "minimum": _minimum,
     "neg": np.negative,
     "abs": np.absolute,
+    "gt": np.greater,
+    "where": _where,
 }
+NUMPY_TYPES = (torch.float32, torch.float64, torch.bool)
 
 
 class _NotPointwise(Exception):  # noqa: N818  # not an error: the step runs as it is written
@@ -89,7 +99,7 @@ class Program(NamedTuple):
 
     def in_numpy(self) -> NumpyProgram | None:
         """Return the program for numpy arrays; None if numpy does not have all of its operations."""
-        if any(dtype not in (torch.float32, torch.float64) for dtype in self.scratch):
+        if not set(NUMPY_TYPES).issuperset(self.scratch):
             return None
         calls: list[tuple[Callable[..., Any], Callable[[list[Any]], Any]]] = []
         for operation in self.on_vectors:

@@ -13,7 +13,7 @@ from torch import Tensor
 import fadamgc
 from fadamgc import compose, correction, local, server
 from fadamgc.algebra.compose import Composition, Parts
-from fadamgc.algebra.correction import Correction
+from fadamgc.algebra.correction import Correction, Tracking, TrackingUp
 from fadamgc.algebra.local import LocalRule
 from fadamgc.algebra.server import ServerRule
 from fadamgc.fields import choice, nonnegative, positive
@@ -47,7 +47,7 @@ EQUAL = {
 
 @pytest.mark.parametrize(
     ("name", "executor"),
-    [*((name, "loop") for name in EQUAL), *(("FAdamGC", name) for name in ("vectorized", "threads"))],
+    [(name, executor) for name in EQUAL for executor in ("loop", "vectorized", "threads")],
 )
 def test_compositions_are_the_literal_methods_to_the_bit(name, executor):
     literal, composed = EQUAL[name]
@@ -306,6 +306,19 @@ class NoMessage(Correction):
 
 
 @dataclass(frozen=True)
+class AlwaysSends(correction.Pre):
+    def finish(self, down, client, local, x, K, eta_l, tracked):
+        y = local.g_sum / K
+        return Tracking(y), TrackingUp(y - client.y)
+
+
+@dataclass(frozen=True)
+class OnlyIfTracked(correction.Pre):
+    def finish(self, down, client, local, x, K, eta_l, tracked):
+        return super().finish(down, client, local, x, K, eta_l, tracked) if tracked else (client, None)
+
+
+@dataclass(frozen=True)
 class NoState(Correction):
     def aggregate(self, server, total, D, cohort, eta_l):
         return D
@@ -331,6 +344,12 @@ class Named(Composition):
         (lambda: compose(correction=OnlyG()), r"OnlyG\.before must return the corrected gradient"),
         (lambda: compose(correction=ShorterD()), r"ShorterD\.after must return .* of the same types and"),
         (lambda: compose(correction=NoMessage()), r"NoMessage\.finish must return the client's new state"),
+        (
+            lambda: compose(correction=AlwaysSends()),
+            r"AlwaysSends\.finish returns a message .* tracked=False",
+        ),
+        (lambda: compose(correction=AlwaysSends(init="gradient")), "a message that is not zero"),
+        (lambda: compose(correction=OnlyIfTracked()), r"OnlyIfTracked\.finish must return the client's new"),
         (lambda: compose(correction=NoState()), r"NoState\.aggregate must return the server's new state"),
         (lambda: Named(), "correction='post' with v='share' is not accepted"),
         (lambda: Named(correction="direction"), "correction='direction' with server=Adam is not accepted"),

@@ -15,6 +15,8 @@ from fadamgc.errors import CheckpointError, InputError
 from fadamgc.flower import server_store as store_module
 from fadamgc.flower.client_store import ClientStore
 from fadamgc.flower.protocol import NEVER, RefusedError, Request, Stamp, StoredState, resolve_pending
+from fadamgc.grouped import GroupedAlgorithm
+from fadamgc.tree import leaves
 from world import SETTINGS, SIZES, Killed, World
 
 # The same numbers as the simulator's.
@@ -42,6 +44,34 @@ def test_a_federation_gives_the_simulators_numbers(algo, tmp_path):
     ]
     for state, other in zip(world.states(), run.clients, strict=True):
         assert all(map(torch.equal, state, other))
+
+
+ONE_LEVEL = [
+    name for name in fadamgc.algorithms() if not isinstance(fadamgc.make_algorithm(name), GroupedAlgorithm)
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ONE_LEVEL)
+def test_a_federation_of_every_method_gives_the_simulators_numbers(name, tmp_path):
+    """Three rounds over the wires of the test double; model, states of the clients and counted bytes."""
+    algo = fadamgc.make_algorithm(name)
+    n = len(SIZES)
+    options = {"sampled": n, "tracked": n, "min_clients": n} if algo.full_participation else {}
+    world = World(tmp_path, algo, rounds=3, **options)
+    world.setup()
+    while not world.server.over():
+        world.round()
+    settings = {k: v for k, v in (SETTINGS | options).items() if k != "min_clients"}
+    run = fadamgc.simulate(
+        algo, world.task, rounds=3, dtype=torch.float64, executor="loop", progress=False, **settings
+    )
+    assert torch.equal(world.server.server.x, run.x)
+    for state, other in zip(world.states(), run.clients, strict=True):
+        pairs = zip(leaves(state), leaves(other), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)
+    for record, other in zip(world.server.history, run.history, strict=True):
+        assert (record.bytes_down, record.bytes_up) == (other.bytes_down, other.bytes_up)
 
 
 def dataclass_without_time(record):

@@ -13,16 +13,45 @@ import numpy as np
 import pytest
 import torch
 from test_transcription import ATOL, FULL, PARTIAL, RTOL, SCHEDULES, K, make_problem, make_task
+from test_transcription import CASES as PAPER
 
 import fadamgc
 import transcription_zoo
+from fadamgc import compose, local
 from fadamgc.federation.sampling import draw_steps
+from fadamgc.methods import algorithm_class
 from transcription import Problem, Result, Schedule, Steps
+
+
+def amsgrad_pre_direction(eta_l: float, alpha: float, eta_g: float = 1.0, **moments: Any) -> Any:
+    rule = local.Adam(eta_l, amsgrad=True, m="reset", v="keep", **moments)
+    return compose(rule, "pre+direction", fadamgc.server.Average(eta_g), alpha)
+
+
+def adam_shared_pre(eta_l: float, eta_g: float = 1.0, **moments: Any) -> Any:
+    rule = local.Adam(eta_l, m="share", v="share", **moments)
+    return compose(rule, "pre", fadamgc.server.Average(eta_g))
+
+
+def momentum_direction(eta_l: float, alpha: float, eta_g: float = 1.0, **momentum: Any) -> Any:
+    rule = local.Momentum(eta_l, m="keep", **momentum)
+    return compose(rule, "direction", fadamgc.server.Average(eta_g), alpha)
+
+
+# Compositions without a class of their own, by the names of their transcriptions.
+PRODUCTS: dict[str, Callable[..., Any]] = {
+    "amsgrad_pre_direction": amsgrad_pre_direction,
+    "adam_shared_pre": adam_shared_pre,
+    "momentum_direction": momentum_direction,
+}
 
 
 @dataclass(frozen=True)
 class Case:
-    """One method with one set of options, in the package's name and in the transcription's."""
+    """One method with one set of options, in the package's name and in the transcription's.
+
+    ``cls`` is a class of the package, or a key of ``PRODUCTS``.
+    """
 
     name: str
     cls: str
@@ -42,7 +71,8 @@ class Case:
         return function(problem, schedule, K, **self.options)
 
     def algorithm(self) -> Any:
-        return getattr(fadamgc, self.cls)(**self.options)
+        make = PRODUCTS.get(self.cls) or getattr(fadamgc, self.cls)
+        return make(**self.options)
 
 
 # "defaults" omits the hyperparameters whose default is settled; the others are given in every case.
@@ -51,6 +81,13 @@ SERVER = {"eta_l": 0.08, "eta_g": 0.1, "beta1": 0.8, "tau": 0.01}
 MOMENTS = {"eta_l": 0.05, "eta_g": 0.8, "beta1": 0.8, "beta2": 0.95}
 ADAMW = MOMENTS | {"alpha": 0.3, "eps": 1e-3, "weight_decay": 0.1}
 DILOCO = MOMENTS | {"eta_g": 0.6, "mu": 0.5, "eps": 1e-3, "weight_decay": 0.1}
+MOMENTUM = {"eta_l": 0.03, "eta_g": 0.8, "alpha": 0.4, "beta": 0.6}
+
+
+def product(name: str, options: dict[str, Any]) -> Case:
+    function = name.partition("-")[0]
+    return Case(name, function, function, options)
+
 
 CASES = [
     Case("fedprox-defaults", "FedProx", "fedprox", {"eta_l": 0.08, "mu": 0.1}),
@@ -119,6 +156,15 @@ CASES = [
         {"eta_l": 0.001, "beta1": 0.9, "beta2": 0.99, "eps": 1e-3},
     ),
     Case("mimelite", "MimeLite", "mimelite", MOMENTS | {"eps": 0.2}),
+    product("amsgrad_pre_direction-defaults", {"eta_l": 0.05, "alpha": 0.1}),
+    product("amsgrad_pre_direction", MOMENTS | {"alpha": 0.7, "eps": 0.1}),
+    product("amsgrad_pre_direction-eps=0", MOMENTS | {"alpha": 0.4, "eps": 0.0}),
+    product("adam_shared_pre-defaults", {"eta_l": 0.02}),
+    product("adam_shared_pre", MOMENTS | {"eps": 0.1}),
+    product("adam_shared_pre-bias", MOMENTS | {"eps": 0.1, "bias_correction": True}),
+    product("momentum_direction-defaults", {"eta_l": 0.02, "alpha": 0.1}),
+    product("momentum_direction", MOMENTUM),
+    product("momentum_direction-nesterov", MOMENTUM | {"nesterov": True}),
 ]
 BY_NAME = {case.name: case for case in CASES}
 RUNS = [
@@ -305,6 +351,50 @@ MISTAKES = {
         "dx_sum, c_sum = dx_sum + (x_i - x), c_sum + g - problem.gradient(i, x)",
     ),
     "mimelite: v of m": Mistake("mimelite", "c**2", "m**2"),
+    **{
+        f"amsgrad_pre_direction: {name}": Mistake("amsgrad_pre_direction", right, wrong)
+        for name, right, wrong in (
+            ("G with the wrong sign", "G = -D", "G = D"),
+            (
+                "alpha weighs G",
+                "(alpha * quotient(m, np.sqrt(vh) + eps) + (1 - alpha) * G)",
+                "((1 - alpha) * quotient(m, np.sqrt(vh) + eps) + alpha * G)",
+            ),
+            ("the correction reversed", "g + y - y_i[i]", "g - y + y_i[i]"),
+            ("no correction", "g + y - y_i[i]", "g"),
+            ("y_i of corrected gradients", "g_sum = g_sum + g\n", "g_sum = g_sum + g_hat\n"),
+            ("all sampled clients tracked", "if i in tracked", "if i in sampled"),
+            ("y divided by S", "dy_sum / n", "dy_sum / len(sampled)"),
+            ("v not kept", "v_i[i] = v\n", "pass\n"),
+            ("m not reset", " m = np.zeros(d)\n", " m = m if xs else np.zeros(d)\n"),
+            ("G of the step size eta_g", "G = -D /", "G = -eta_g * D /"),
+        )
+    },
+    **{
+        f"adam_shared_pre: {name}": Mistake("adam_shared_pre-bias", right, wrong)
+        for name, right, wrong in (
+            ("m reset", "m = m_server\n", "m = np.zeros(d)\n"),
+            ("v reset", "v = v_server\n", "v = np.zeros(d)\n"),
+            ("v of the raw gradient", "g_hat**2", "g**2"),
+            ("the correction reversed", "g + y - y_i[i]", "g - y + y_i[i]"),
+            ("t of v restarts in every round", "(1 - beta2 ** (t + k))", "(1 - beta2**k)"),
+            ("t of m restarts in every round", "(1 - beta1 ** (t + k))", "(1 - beta1**k)"),
+            ("t counted by the round", "t = t + mean_steps(K, sampled)", "t = t + 1"),
+            ("all sampled clients tracked", "if i in tracked", "if i in sampled"),
+            ("m of the last client", "m_sum = m_sum + m\n", "m_sum = len(sampled) * m\n"),
+        )
+    },
+    **{
+        f"momentum_direction: {name}": Mistake("momentum_direction-nesterov", right, wrong)
+        for name, right, wrong in (
+            ("m not kept", "m_i[i] = m\n", "pass\n"),
+            ("an average", "m = beta * m + g\n", "m = beta * m + (1 - beta) * g\n"),
+            ("the other option", "if nesterov", "if not nesterov"),
+            ("nesterov without beta", "g + beta * m if", "g + m if"),
+            ("G with the wrong sign", "G = -D", "G = D"),
+            ("alpha weighs G", "(alpha * delta + (1 - alpha) * G)", "((1 - alpha) * delta + alpha * G)"),
+        )
+    },
 }
 
 
@@ -338,7 +428,17 @@ def test_a_mistake_in_one_line_is_seen(name: str) -> None:
         assert_close(xs, x_wrong)
 
 
-def test_every_class_has_cases_and_mistakes() -> None:
+def test_every_registered_method_has_cases_and_mistakes() -> None:
     with_mistakes = {BY_NAME[mistake.case].cls for mistake in MISTAKES.values()}
     assert with_mistakes == {case.cls for case in CASES}
-    assert len(with_mistakes) == 18
+    assert with_mistakes == zoo() | set(PRODUCTS)
+
+
+def zoo() -> set[str]:
+    """The registered classes of this package except those of the paper, of groups and of compositions."""
+    classes = {algorithm_class(name) for name in fadamgc.algorithms()}
+    names = {cls.__name__ for cls in classes if cls.__module__.startswith("fadamgc.")}
+    paper = {case.cls for case in PAPER}
+    assert len(paper) == 10
+    assert paper | {"MTGC", "MTGCAdam", "Composed"} <= names
+    return names - paper - {"MTGC", "MTGCAdam", "Composed"}

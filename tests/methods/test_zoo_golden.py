@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from test_transcription import make_task
+from test_transcription_zoo import PRODUCTS, zoo
 
 import fadamgc
 import transcription_zoo
@@ -345,10 +346,41 @@ def test_package_gives_the_number(name: str, monkeypatch: pytest.MonkeyPatch) ->
         assert run.x.item() == pytest.approx(golden.x[rounds - 1], rel=0, abs=1e-12), f"round {rounds}"
 
 
+@pytest.mark.parametrize(
+    ("second_moment", "v"), [("full", (1.56, 0.37890625)), ("blocks", (1.27875, 0.66015625))]
+)
+def test_fedadamw_shares_all_of_v_or_the_means_of_blocks(second_moment: str, v: tuple[float, float]) -> None:
+    """One client with g = w, two parameters from (2, 1), eta = 1/2, no decay, alpha = 0.
+
+    Round 1, as above: g/(|g| + 3) = .4, .25 ; x = 1.8, .875 ; v = 1, .25 or, as one block, .625 twice
+    Round 2, full: v = .75 + .25 * 3.24, .1875 + .25 * .765625 ; blocks: .46875 instead of .75 and .1875
+        x = x - .5 x/(sqrt(v/.4375) + 3)
+    """
+    problem = Problem([sqrt(2) * np.eye(2)], [np.zeros(2)], np.array([2.0, 1.0]))
+    options: dict[str, Any] = {"eta_l": 0.5, "alpha": 0.0, "beta1": 0.5, "beta2": 0.75, "eps": 3.0}
+    options |= {"weight_decay": 0.0, "second_moment": second_moment}
+    expected = [x - 0.5 * x / (sqrt(v_j / 0.4375) + 3) for x, v_j in zip((1.8, 0.875), v, strict=True)]
+    by_hand = transcription_zoo.fedadamw(problem, FIRST * 2, 1, **options)["x"]
+    run = fadamgc.simulate(
+        fadamgc.FedAdamW(**options),
+        make_task(problem),
+        schedule=FIRST * 2,
+        rounds=2,
+        local_steps=1,
+        batch_size=None,
+        dtype=torch.float64,
+        executor="loop",
+        progress=False,
+    )
+    for x in (by_hand[1], run.x.numpy()):
+        np.testing.assert_allclose(x, expected, rtol=0, atol=1e-12)
+
+
 def test_every_method_has_a_number() -> None:
     functions = {golden.function for golden in GOLDEN.values()}
     public = {name for name in vars(transcription_zoo) if is_method(name)}
-    assert functions == public - {"mtgc", "mtgc_adam"}
+    assert functions == public - {"mtgc", "mtgc_adam", *PRODUCTS}
+    assert {golden.cls for golden in GOLDEN.values()} == zoo()
 
 
 def is_method(name: str) -> bool:

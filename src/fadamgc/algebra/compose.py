@@ -381,11 +381,19 @@ def _check_methods(parts: Parts) -> None:
     client, mine = correction.init_client(x, start), correction.init_server(x, start)
     down = Down(x, Empty(), mine)
     steps = correction.begin(down, client)
-    before = (down, client, steps, x, g)
-    _try(correction.before, before, (x, steps), "the corrected gradient, a vector like x, and the new state")
+    before = (down, client, steps, x, 2 * g)
+    wanted = "the corrected gradient, a vector like x, and the new state"
+    _, steps = _try(correction.before, before, (x, steps), wanted)
     _try(correction.after, (down, client, steps, g), x, "the corrected direction, a vector like x")
-    finish = (down, client, steps, x, 1, local.eta_l, True)
-    _, up = _try(correction.finish, finish, (client, None), "the client's new state and its message")
+    finish, wanted = (down, client, steps, x - g, 1, local.eta_l), "the client's new state and its message"
+    _, up = _try(correction.finish, (*finish, True), (client, None), wanted)
+    _, untracked = _try(correction.finish, (*finish, False), (client, up), wanted)
+    if correction.tracks and any(leaf.any() for leaf in leaves(untracked)):
+        raise InputError(
+            f"{type(correction).__name__}.finish returns a message that is not zero with tracked=False; only "
+            "tracked clients send the message of a correction that tracks: keep the client's state with "
+            "fadamgc.rules.select(tracked, new, old)"
+        )
     cohort = Cohort(n=1, S=1, K=1, t=1)
     _try(correction.aggregate, (mine, up, g, cohort, local.eta_l), mine, "the server's new state")
 
