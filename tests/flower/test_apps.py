@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from fadamgc.errors import InputError  # noqa: E402
 from fadamgc.experiments.report.numbers import read_results  # noqa: E402
 from fadamgc.experiments.report.write import write_report  # noqa: E402
 from fadamgc.flower.clientapp import client_number, state_folder  # noqa: E402
+from fadamgc.flower.logs import without_traceback  # noqa: E402
 from fadamgc.flower.serverapp import federate  # noqa: E402
 from fadamgc.tasks.build import build_task  # noqa: E402
 from fadamgc.tasks.sections import DigitsTask  # noqa: E402
@@ -135,3 +137,16 @@ def test_the_command_says_what_runs(tmp_path):
     shown = CliRunner().invoke(cli, ["federation", "status", "--folder", str(tmp_path)])
     assert shown.exit_code == 0
     assert "no federation in" in shown.output
+
+
+def test_an_error_of_ours_is_one_sentence_in_flowers_log():
+    ours, other = InputError("sampled=3 exceeds clients=2"), ValueError("of somebody else")
+    for error in (ours, other):
+        info = (type(error), error, None)
+        record = logging.LogRecord("flwr", logging.ERROR, "", 0, "%s raised it", ("ServerApp",), info)
+        assert without_traceback(record)
+        if error is ours:
+            assert record.getMessage() == "ServerApp raised it: sampled=3 exceeds clients=2"
+            assert record.exc_info is None
+        else:
+            assert (record.getMessage(), record.exc_info) == ("ServerApp raised it", info)

@@ -37,7 +37,11 @@ AppFolder = Annotated[
     typer.Argument(metavar="APP", help="A Flower app, such as examples/flower-digits.", show_default=False),
 ]
 Config = Annotated[
-    str, typer.Option(help="Values for the app's config, such as \"algorithm='scaffold' rounds=3\".")
+    str,
+    typer.Option(
+        help="Values for the app's config, such as \"algorithm='scaffold' rounds=3\"; all keys of "
+        "docs/flower.md are possible."
+    ),
 ]
 DEFAULT_FOLDER = Path("out/federation")
 
@@ -98,7 +102,8 @@ def run(
 ) -> None:
     """Run a Flower app on a federation on this machine.
 
-    If no federation is running, one is started, and stopped afterwards.
+    If no federation is running, one is started, and stopped afterwards. An experiment that is complete starts
+    again, and its states are moved to FOLDER/finished; an interrupted one, or one with more rounds, resumes.
     """
     from fadamgc.flower.loopback import LoopbackFederation
 
@@ -111,7 +116,7 @@ def run(
             federation.up(nodes, secure)
         if warning := federation.warning():
             say(f"warning: {warning}")
-        federation.run(app_folder, config)
+        federation.run(app_folder, config, say)
     except KeyboardInterrupt:
         background = "the run continues in the background; `flwr ls` lists it and `flwr stop` ends it"
         stopped = "stopped; the same command resumes after the last complete round"

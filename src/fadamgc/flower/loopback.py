@@ -22,6 +22,7 @@ from pathlib import Path
 from fadamgc.errors import FadamgcError, InputError, whole
 from fadamgc.files import make_folder, private_folder, write_atomic
 from fadamgc.flower import access
+from fadamgc.flower.experiment_runs import SERVERS_VARIABLE, app_with_keys, make_room, parse_config, read_app
 
 STATE_FILE = "federation.json"
 TOKEN_FILE = "operator.token"
@@ -190,12 +191,19 @@ class LoopbackFederation:
             raise FadamgcError(f"`flwr {' '.join(words)}` failed:\n{(done.stdout or '').strip()[-2000:]}")
         return done.stdout or ""
 
-    def run(self, app: str | Path, config: str = "") -> None:
-        """Run a Flower app on the federation, and show its output until it ends."""
-        if not (Path(app) / "pyproject.toml").is_file():
-            raise InputError(f"app={str(app)!r} is not a Flower app: it has no pyproject.toml")
-        words = ["run", str(app), FEDERATION_NAME, "--stream", *(["--run-config", config] if config else [])]
-        self.flwr(*words, show=True)
+    def run(self, app: str | Path, config: str = "", say: Callable[[str], object] = lambda _: None) -> None:
+        """Run a Flower app on the federation, and show its output until it ends.
+
+        ``config`` may have all keys of docs/flower.md. A complete experiment starts again; an interrupted
+        one, or one with more rounds, resumes.
+        """
+        values = parse_config(config)
+        _, listed = read_app(Path(app))
+        folder = app_with_keys(Path(app), values, self.folder / "apps")
+        if (aside := make_room(self.folder, listed | values)) is not None:
+            say(f"the experiment is complete, so it starts again; its states are now in {aside}")
+        words = ["run", str(folder), FEDERATION_NAME, "--stream"]
+        self.flwr(*words, *(["--run-config", config] if config else []), show=True)
         # `flwr run --stream` succeeds even if the run fails, so look at the run's status.
         runs = json.loads(self.flwr("ls", FEDERATION_NAME, "--format", "json", timeout=60.0)).get("runs", [])
         last = max(runs, key=lambda run: str(run["pending-at"]), default=None)
@@ -231,11 +239,12 @@ class LoopbackFederation:
     def _start(self, state: FederationState, name: str, port: int, command: Sequence[str]) -> FederationState:
         """Start a process and add it to the file; return the new content of the file."""
         log = self.folder / "logs" / f"{name.replace(' ', '-')}.log"
+        servers = {SERVERS_VARIABLE: str(self.folder / "servers")}
         with open(log, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
             since = file.tell()
             child = subprocess.Popen(
                 command,
-                env=(BIND_CLIENTS if state.secure else {}) | self.environment,
+                env=(BIND_CLIENTS if state.secure else {}) | servers | self.environment,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -17,6 +18,7 @@ from fadamgc.federation.record import Record
 from fadamgc.files import user_folder
 from fadamgc.flower.config import read_config
 from fadamgc.flower.coordinator import Coordinator
+from fadamgc.flower.experiment_runs import COMPLETE, SERVERS_VARIABLE, say_complete
 from fadamgc.flower.logs import log, log_to_stdout
 from fadamgc.flower.strategy import Strategy
 from fadamgc.samples import Pair
@@ -50,11 +52,13 @@ def federate(grid: Grid, task: Task, config: Mapping[str, Any]) -> Coordinator:
     """Run the federation that a config describes, and save its history for ``fadamgc report``."""
     server = read_config(config)
     experiment = server.options.experiment
-    default_folder = user_folder("state") / "servers" / experiment
-    folder = Path(server.options.folder or default_folder).expanduser()
+    servers = Path(os.environ.get(SERVERS_VARIABLE) or user_folder("state") / "servers")
+    folder = Path(server.options.folder or servers / experiment).expanduser()
     coordinator = Coordinator(task, server, folder)
+    (folder / COMPLETE).unlink(missing_ok=True)
     if coordinator.over():
         write_history(coordinator, folder)  # missing if the server was killed after its last round
+        say_complete(folder, coordinator.t, coordinator.t < coordinator.settings.rounds)
         log.info(
             "%s: already complete after round %d; set rounds higher to resume it, or use another experiment. "
             "`fadamgc report %s` shows it",
@@ -77,6 +81,7 @@ def federate(grid: Grid, task: Task, config: Mapping[str, Any]) -> Coordinator:
         bind_clients=server.binds_clients,
     )
     strategy.start(grid)
+    say_complete(folder, coordinator.t, coordinator.t < coordinator.settings.rounds)
     log.info("%s: complete; `fadamgc report %s` shows it", experiment, folder)
     return coordinator
 
