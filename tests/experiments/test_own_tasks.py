@@ -273,6 +273,52 @@ def test_another_file_is_the_test_data(tmp_path: Path) -> None:
     assert len(task.test_pair[0]) == sum(len(x) for x, _ in task.pairs) == 200
 
 
+def test_a_test_file_is_read_with_the_columns_of_the_train_file(tmp_path: Path) -> None:
+    """Columns in another order, other columns, and categories that do not occur keep their meaning."""
+    table(tmp_path, "csv")
+    frame = pd.read_csv(tmp_path / "table.csv")
+    frame["c"] = frame["c"].abs()
+    frame.to_csv(tmp_path / "table.csv", index=False)
+    kept = frame[frame["colour"] == "red"]
+    kept[["y", "c", "colour", "b", "a"]].assign(more=1).to_csv(tmp_path / "other.csv", index=False)
+    kept.to_csv(tmp_path / "same.csv", index=False)
+    section = 'data = "table.csv"\ntarget = "y"\nclient = "who"'
+    pairs = [
+        build_task(load_spec(spec_of(tmp_path, f'{section}\ntest = "{file}"')).task, seed=0).test_pair
+        for file in ("other.csv", "same.csv", "table.csv")
+    ]
+    assert torch.equal(pairs[0][0], pairs[1][0])
+    assert torch.equal(pairs[0][1], pairs[1][1])
+    assert torch.equal(pairs[0][0], pairs[2][0][np.flatnonzero(frame["colour"] == "red")])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"colour": "violet"}, "row 0 has colour='violet', which does not occur in table.csv; it has green"),
+        ({"a": "high"}, "'a' has (object|str), such as 'high', and not numbers; change the file"),
+        ({"b": None}, "200 rows have no value of 'b'"),
+        (["y", "a", "b", "colour"], "there is no column 'c' of table.csv"),
+    ],
+)
+def test_a_test_file_with_other_columns_is_refused(change: Any, message: str, tmp_path: Path) -> None:
+    table(tmp_path, "csv")
+    frame = pd.read_csv(tmp_path / "table.csv")
+    other = frame.assign(**change) if isinstance(change, dict) else frame[change]
+    other.to_csv(tmp_path / "other.csv", index=False)
+    path = spec_of(tmp_path, 'data = "table.csv"\ntarget = "y"\ntest = "other.csv"\nclients = 3')
+    with pytest.raises(fadamgc.InputError, match=message):
+        build_task(load_spec(path).task, seed=0)
+
+
+def test_a_test_file_of_arrays_has_the_same_features(tmp_path: Path) -> None:
+    table(tmp_path, "npz")
+    np.savez(tmp_path / "other.npz", X=np.zeros((5, 2)), y=np.zeros(5, dtype=int))
+    path = spec_of(tmp_path, 'data = "table.npz"\ntarget = "y"\nclient = "who"\ntest = "other.npz"')
+    with pytest.raises(fadamgc.InputError, match=r"have the shape \(2,\), and \(3,\) in table.npz"):
+        build_task(load_spec(path).task, seed=0)
+
+
 @pytest.mark.parametrize(
     ("section", "message"),
     [
