@@ -109,6 +109,13 @@ def test_a_spec_names_a_class_in_a_module_or_a_file(name: str, ending: str, tmp_
     assert type(run.algorithm).__name__ == "MyProx"
 
 
+@pytest.mark.parametrize("ending", ["", ".py"])
+def test_it_is_chosen_by_its_reference(name: str, ending: str, tmp_path: Path) -> None:
+    """Names of modules and classes have capitals, which --methods does not compare."""
+    spec = load_spec(spec_of(tmp_path, f"{name}{ending}:MyProx"))
+    assert [method.label for method in spec.only([f"{name}{ending}:MyProx"]).methods] == ["My FedProx"]
+
+
 @pytest.mark.slow
 def test_the_commands_know_it(name: str, tmp_path: Path) -> None:
     path = spec_of(tmp_path, f"{name}.py:MyProx")

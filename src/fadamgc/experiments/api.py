@@ -99,15 +99,16 @@ def experiment(
     if "local_steps" not in settings and "local_epochs" not in settings:
         settings["local_steps"] = 10
     run = {"rounds": rounds, "seeds": tuple(seed_list), **settings}
-    spec = Spec(
-        name=_folder_name(out.resolve().name),
-        title=title,
-        task=completed(section),
-        run=RunSpec.from_table(frozen(run), "[run]"),
-        cost=CostSpec(**asdict(cost or CostModel())),
-        tune=None if tune is None else TuneSpec.from_table(frozen(dict(tune)), "[tune]"),
-        methods=tuple(_method(label, algorithm) for label, algorithm in _labelled(methods)),
-    )
+    parts = {
+        "name": _folder_name(out.resolve().name),
+        "title": title,
+        "task": completed(section),
+        "run": RunSpec.from_table(frozen(run), "[run]"),
+        "cost": CostSpec(**asdict(cost or CostModel())),
+        "tune": None if tune is None else TuneSpec.from_table(frozen(dict(tune)), "[tune]"),
+        "methods": tuple(_method(label, algorithm) for label, algorithm in _labelled(methods)),
+    }
+    spec = Spec.from_table(parts, "")
     folder = ExperimentFolder(out)
     runner = Runner(workers, quiet=not progress, save_models=save_models)
     runner.check(folder.plan(spec))

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Annotated, Any, Literal, Self, TypeAlias, get_args
 
@@ -176,6 +176,14 @@ class TuneSpec(Section):
             )
         return self
 
+    def for_methods(self, methods: Sequence[MethodSpec]) -> Self:
+        """Return the section without the grids that none of these methods has."""
+        labels = {name for method in methods for name in (method.label, method.algorithm)}
+        settings = {name for method in methods for name in method.setting_names()}
+        grids = {name: grid for name, grid in self.grids.items() if name.partition(".")[0] in settings}
+        of_methods = {name: grid for name, grid in self.methods.items() if name in labels}
+        return self.model_copy(update={"grids": grids, "methods": of_methods})
+
     def names(self) -> set[str]:
         """Return the names of all hyperparameters that are chosen; of a rule's, the name of the rule."""
         names = {*STEPS, *self.grids, *(name for grid in self.methods.values() for name in grid)}
@@ -316,13 +324,15 @@ class Spec(Section):
         """Replace some values of one section, and check the spec again; None leaves a value as it is."""
         old: Section = getattr(self, section)
         table = old.model_dump(exclude_none=True) | {k: v for k, v in values.items() if v is not None}
-        return Spec(**{**dict(self), section: old.from_table(table, f"[{section}]")})
+        return Spec.from_table({**dict(self), section: old.from_table(table, f"[{section}]")}, "")
 
     def only(self, names: Iterable[str]) -> Spec:
         """Keep some of the methods, named by label or algorithm."""
         wanted: list[MethodSpec] = []
         for name in names:
-            matching = [m for m in self.methods if name.lower() in (m.label.lower(), m.slug, m.algorithm)]
+            matching = [
+                m for m in self.methods if name.lower() in (m.label.lower(), m.slug, m.algorithm.lower())
+            ]
             if not matching:
                 present = [m.algorithm for m in self.methods]
                 raise InputError(
@@ -330,7 +340,9 @@ class Spec(Section):
                     f"it has {', '.join(present)}"
                 )
             wanted += matching
-        return Spec(**{**dict(self), "methods": tuple(m for m in self.methods if m in wanted)})
+        methods = tuple(m for m in self.methods if m in wanted)
+        tune = None if self.tune is None else self.tune.for_methods(methods)
+        return Spec.from_table({**dict(self), "methods": methods, "tune": tune}, "")
 
     def with_steps_of(self, other: Spec) -> Spec:
         """Take the step sizes of methods with the same label from another spec."""
