@@ -15,7 +15,7 @@ import fadamgc
 from command import fadamgc as command
 from fadamgc import loading, methods
 from fadamgc.experiments.run.runner import run_spec
-from fadamgc.experiments.spec.toml_io import load_spec
+from fadamgc.experiments.spec.toml_io import load_spec, parse_spec
 from fadamgc.flower.config import read_config
 from problems import class_task
 
@@ -47,6 +47,10 @@ class Asks(fadamgc.FedAvg):
         if tracked:
             return super().finish(down, client, local, x, K, tracked)
         return super().finish(down, client, local, x, K, False)
+
+
+def steps(client, round):
+    return 1 + client % 2
 
 
 def halved(t):
@@ -234,6 +238,21 @@ def test_a_rule_that_cannot_be_mapped_runs_in_the_loop(
 def test_bad_references_are_refused(name: str, reference: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(fadamgc.InputError, match=message):
         load_spec(spec_of(tmp_path, reference.format(name=name)))
+
+
+def test_a_spec_has_a_function_of_local_steps(name: str, tmp_path: Path) -> None:
+    path = spec_of(tmp_path, f"{name}:MyProx")
+    text = path.read_text()
+    path.write_text(text.replace("local_steps = 2", f'local_steps = "{name}.py:steps"'))
+    spec = load_spec(path)
+    assert parse_spec(spec.to_toml(), "again") == spec
+    run_spec(spec.only(["my fedprox"]), tmp_path / "out", workers=1, quiet=True)
+    run = fadamgc.load_run(tmp_path / "out" / "runs" / "my-fedprox-seed0")
+    assert [record.work[-1].steps for record in run.history] == [(1, 2, 1, 2)] * 2
+    path.write_text(text.replace("local_steps = 2", f'local_steps = "{name}.py:step"'))
+    with pytest.raises(fadamgc.InputError, match="has no 'step'; did you mean 'steps'"):
+        run_spec(load_spec(path), tmp_path / "other", workers=1, quiet=True)
+    assert not (tmp_path / "other").exists()
 
 
 def test_a_spec_has_a_function_as_schedule(name: str, tmp_path: Path) -> None:

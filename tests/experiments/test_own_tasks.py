@@ -15,7 +15,7 @@ import torch
 
 import fadamgc
 from command import fadamgc as command
-from fadamgc import loading
+from fadamgc import loading, schedules
 from fadamgc.experiments.folder import ExperimentFolder
 from fadamgc.experiments.report.tables import results_markdown
 from fadamgc.experiments.spec.toml_io import load_spec
@@ -392,6 +392,31 @@ def test_an_experiment_with_tuning_and_a_class_of_this_program(tmp_path: Path) -
 
 
 @pytest.mark.slow
+def test_an_experiment_with_functions_of_this_program(tmp_path: Path) -> None:
+    """Schedules and local steps may be functions that are in no module; other values are other runs."""
+
+    def run(first: float, **change: Any) -> Any:
+        halving = schedules.warmup(1, then=lambda t: first / 2**t)
+        methods = {"a": fadamgc.FedAvg(eta_l=lambda t: first / t), "b": fadamgc.FedAvg(eta_l=halving)}
+        how = HOW | {"local_steps": lambda i, t: 1 + (i + t) % 3, "out": tmp_path / "out", "seeds": 1}
+        return fadamgc.experiment(make_task, methods, **how | change)
+
+    results = run(0.1)
+    assert [len(set(record.work[-1].steps)) for record in results.runs["a"][0].history] == [3, 3, 3]
+    how = HOW | {"local_steps": lambda i, t: 1 + (i + t) % 3}
+    expected = fadamgc.simulate(fadamgc.FedAvg(eta_l=lambda t: 0.1 / t), make_task(0), **how)
+    assert results.runs["a"][0].history == expected.history
+    record = tmp_path / "out" / "runs" / "a-seed0" / "run.json"
+    written = record.stat().st_mtime_ns
+    run(0.1, resume=True)
+    assert record.stat().st_mtime_ns == written
+    with pytest.raises(fadamgc.InputError, match="eta_l"):
+        run(0.2, resume=True)
+    with pytest.raises(fadamgc.InputError, match="local_steps"):
+        run(0.1, local_steps=lambda i, t: 1, resume=True)
+
+
+@pytest.mark.slow
 def test_a_task_is_known_by_its_data(tmp_path: Path) -> None:
     options: dict[str, Any] = {"out": tmp_path / "out", "seeds": 1, "resume": True, **HOW}
     fadamgc.experiment(make_task(0), METHODS, **options)
@@ -409,6 +434,11 @@ def test_a_task_is_known_by_its_data(tmp_path: Path) -> None:
         ({"task": lambda: None, "workers": 2}, "is not in a module"),
         ({"rounds": 0}, "rounds=0"),
         ({"local_stepz": 3}, "has no key 'local_stepz'"),
+        ({"keep": "best"}, "keep='best' is for one run; give save_models='best'"),
+        ({"local_steps": lambda i, t: 1 / 0}, "failed for client 0 in round 1: division by zero"),
+        ({"local_steps": lambda i, t: 3, "workers": 2, "task": "math:x"}, "is not in a module"),
+        ({"methods": [fadamgc.FedAvg(eta_l=lambda t: t)], "workers": 2, "task": "math:x"}, "not in a module"),
+        ({"methods": [fadamgc.FedAvg(eta_l=lambda t: 1 / (2 - t))]}, "failed for round 2"),
     ],
 )
 def test_bad_experiments_are_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:

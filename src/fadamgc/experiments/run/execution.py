@@ -43,6 +43,7 @@ from fadamgc.experiments.planned_run import (
 from fadamgc.federation.run import Run
 from fadamgc.files import remove_leftovers, unwritable
 from fadamgc.grouped import GroupedAlgorithm
+from fadamgc.loading import load_object
 from fadamgc.methods import algorithm_class
 from fadamgc.runtime import device_of, memory, one_thread, pickled
 from fadamgc.samples import tensors_of
@@ -164,7 +165,9 @@ def arguments(planned: PlannedRun, task: Task) -> dict[str, Any]:
     run = planned.run
     if not isinstance(planned.algorithm, GroupedAlgorithm):
         run = run.model_copy(update={"groups": None, "group_rounds": None})
+    steps = run.local_steps
     return {name: getattr(run, name) for name in SETTINGS if name in type(run).model_fields} | {
+        "local_steps": load_object(steps) if isinstance(steps, str) else steps,
         "algorithm": planned.algorithm,
         "task": task,
         "seed": planned.seed,

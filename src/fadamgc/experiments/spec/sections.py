@@ -29,6 +29,7 @@ from fadamgc.section import (
     NonNegative,
     Positive,
     Probability,
+    Reference,
     Section,
     Seeds,
     StepSizes,
@@ -71,7 +72,7 @@ class RunSpec(Section):
     rounds: Count
     sampled: Count | None = None
     tracked: Annotated[int, Field(ge=0)] | None = None
-    local_steps: Count | tuple[Count, ...] | None = None
+    local_steps: Count | tuple[Count, ...] | Reference | None = None  # a function of client and round
     local_epochs: Count | None = None
     batch_size: Count | None = None
     seeds: Seeds = (0, 1, 2, 3)
@@ -108,6 +109,8 @@ class RunSpec(Section):
         """The local steps or epochs, in words."""
         if isinstance(self.local_steps, tuple):
             return f"{min(self.local_steps)} to {max(self.local_steps)} local steps"
+        if isinstance(self.local_steps, str):
+            return f"local steps by {self.local_steps}"
         return f"{self.local_steps} local steps" if self.local_steps else f"{self.local_epochs} local epochs"
 
 
