@@ -179,6 +179,7 @@ def test_tuning_holds_out_train_data(module: str, function: str, tmp_path: Path)
 def test_a_share_of_each_client_is_held_out(module: str, tmp_path: Path) -> None:
     task = build_task(load_spec(spec_of(tmp_path, f'data = "{module}.py:make_task"')).task, seed=0)
     without = held_out(task, 0.2)
+    assert [len(data) for data in without.client_test_samples] == [6] * 6
     assert [len(x) for x, _ in without.pairs] == [24] * 6
     rows = {tuple(row) for x, _ in task.pairs for row in x.tolist()}
     assert {tuple(row) for row in without.test_pair[0].tolist()} <= rows
@@ -290,6 +291,20 @@ def test_a_test_file_is_read_with_the_columns_of_the_train_file(tmp_path: Path) 
     assert torch.equal(pairs[0][0], pairs[1][0])
     assert torch.equal(pairs[0][1], pairs[1][1])
     assert torch.equal(pairs[0][0], pairs[2][0][np.flatnonzero(frame["colour"] == "red")])
+
+
+@pytest.mark.parametrize("test", ["0.2", '"other.csv"'])
+@pytest.mark.parametrize("validation", [0.0, 0.25])
+def test_clients_of_a_table_are_tested_on_their_own_rows(test: str, validation: float, tmp_path: Path) -> None:
+    table(tmp_path, "csv")
+    frame = pd.read_csv(tmp_path / "table.csv")
+    frame[frame["who"] == 2].to_csv(tmp_path / "other.csv", index=False)
+    path = spec_of(tmp_path, f'data = "table.csv"\ntarget = "y"\nclient = "who"\ntest = {test}')
+    task = build_task(load_spec(path).task, 0, validation)
+    tests = [data.pair()[0] for data in task.client_test_samples]
+    assert task.evaluated == ([2] if test != "0.2" and not validation else list(range(7)))
+    assert sum(map(len, tests)) == len(task.test_pair[0])
+    assert {tuple(row) for x in tests for row in x.tolist()} == set(map(tuple, task.test_pair[0].tolist()))
 
 
 @pytest.mark.parametrize(

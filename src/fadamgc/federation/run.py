@@ -118,7 +118,9 @@ class Run:
         return module_at(self.task, x, buffers)
 
     def evaluate_clients(self) -> NDArray[np.float64]:
-        """Return the metric of the trained model on the data of each client, its test data if it has them.
+        """Return the metric of the trained model on the test data of each client.
+
+        It is nan for a client without test data. If no client has any, it is that on what they train on.
 
         With ``local_parameters``, each client's model has its own.
         """

@@ -78,7 +78,7 @@ def simulate(
             mean of the y_i.
         eval_every: rounds between two evaluations; the last round is always evaluated.
         eval_clients: whether each evaluation also has the metric on every client's data (its test data, if
-            the task has them): "clients: mean", "clients: worst tenth", "clients: spread" and "clients: not
+            the task has them; clients without test data then do not count): "clients: mean", "clients: worst tenth", "clients: spread" and "clients: not
             yet seen" in ``record.metrics``. "epoch": also that of each client's model after one more local
             epoch ("clients: mean after an epoch" and so on), which costs an epoch of all clients.
         target: stop as soon as the metric reaches this value.

@@ -17,6 +17,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.data import Subset, TensorDataset
 
 from fadamgc.data import Partition, natural
+from fadamgc.data.split import tests_of_clients
 from fadamgc.errors import InputError, cut, first_line, full_name, nearest, shown
 from fadamgc.loading import find_file, load_object
 from fadamgc.models import mlp
@@ -125,7 +126,9 @@ def held_out(task: Task, share: float) -> Task:
         raise InputError(
             f"validation={share} of the clients' data is less than one sample; the clients are too small"
         )
-    return replace(task, clients=train, test=joined([data for data in test if len(data)]))
+    own_tests = [data if len(data) else None for data in test]
+    held = joined([data for data in test if len(data)])
+    return replace(task, clients=train, test=held, client_tests=own_tests)
 
 
 def measure_of(task: Task) -> str:
@@ -166,10 +169,14 @@ def table_task(spec: TableTask, seed: int, validation: float, parts: Any) -> Tas
     with seeded(seed):
         model = nn.Sequential(nn.Flatten(), mlp(x[0].numel(), spec.hidden, outputs, seed))
     clients = [Subset(TensorDataset(x, y), r.tolist()) for r in rows]
-    name = Path(spec.data).stem
+    owners = (None if part.owner is None else part.owner.astype(str) for part in (train, test))
+    options: dict[str, Any] = {
+        "client_tests": tests_of_clients(*owners, TensorDataset(*test_pair)),
+        "name": Path(spec.data).stem,
+    }
     if spec.kind == "classification":
-        return Task(model, cross_entropy, clients, test_pair, metric="accuracy", name=name)
-    return Task(model, mse_loss, clients, test_pair, metric="loss", name=name)
+        return Task(model, cross_entropy, clients, test_pair, metric="accuracy", **options)
+    return Task(model, mse_loss, clients, test_pair, metric="loss", **options)
 
 
 def table_partition(spec: TableTask, data: TableData, y: Tensor, seed: int, parts: Any) -> Partition:
