@@ -219,7 +219,8 @@ def test_a_rule_that_cannot_be_mapped_runs_in_the_loop(
         run = fadamgc.simulate(algorithm, class_task(), **options | {"rounds": 3})
         long = fadamgc.simulate(algorithm, class_task(), **options)
     assert {run.settings["executor"], long.settings["executor"]} <= {"loop", "threads"}
-    assert "docs/extending.md" in caplog.text
+    warnings = [record for record in caplog.records if "docs/extending.md" in record.getMessage()]
+    assert [record.levelname for record in warnings] == ["WARNING"]
     with pytest.raises(fadamgc.InputError, match="cannot map the rules of Asks over clients"):
         fadamgc.simulate(algorithm, class_task(), executor="vectorized", **options)
 
@@ -238,6 +239,17 @@ def test_a_rule_that_cannot_be_mapped_runs_in_the_loop(
 def test_bad_references_are_refused(name: str, reference: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(fadamgc.InputError, match=message):
         load_spec(spec_of(tmp_path, reference.format(name=name)))
+
+
+@pytest.mark.slow
+def test_the_command_says_once_that_a_rule_cannot_be_mapped(name: str, tmp_path: Path) -> None:
+    path = spec_of(tmp_path, f"{name}.py:Asks")
+    text = path.read_text().replace("mu = 0.5", "eta_l = 0.1").replace('executor = "loop"', "")
+    path.write_text(text.replace("seeds = [0, 1]", "seeds = [0, 1, 2]"))
+    result = command("run", path, "--methods", f"{name}.py:Asks", "--out", tmp_path / "out", "--workers", 1)
+    assert result.exit_code == 0, result.output
+    assert "warning: executor='auto' runs Asks one client at a time" in result.stderr
+    assert result.stderr.count("see 'Rules' in docs/extending.md") == 1
 
 
 def test_a_spec_has_a_function_of_local_steps(name: str, tmp_path: Path) -> None:
