@@ -63,6 +63,20 @@ def own_metric(seed):
     return fadamgc.Task(task.model, task.loss, task.pairs, task.test, metric=macro)
 
 
+def named(output, target):
+    values = fadamgc.metrics.classification(output, target)
+    return {"macro-F1": values["macro-F1"], **values}
+
+
+def named_metric(seed, metric=fadamgc.metrics.classification):
+    task = make_task(seed)
+    return fadamgc.Task(task.model, task.loss, task.pairs, task.test, metric=metric)
+
+
+def other_named_metric(seed):
+    return named_metric(seed, named)
+
+
 def counted(seed):
     import os
 
@@ -204,6 +218,25 @@ def test_a_share_of_each_client_is_held_out(module: str, tmp_path: Path) -> None
 def test_bad_functions_are_refused(module: str, task: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(fadamgc.InputError, match=message):
         load_spec(spec_of(tmp_path, task.format(m=module)))
+
+
+@pytest.mark.parametrize(
+    ("function", "measure"), [("named_metric", "accuracy"), ("other_named_metric", "macro-F1")]
+)
+def test_the_first_of_several_numbers_is_the_metric(
+    module: str, function: str, measure: str, tmp_path: Path
+) -> None:
+    """An experiment of an earlier version, which had the name of the function there, can be resumed."""
+    spec = load_spec(spec_of(tmp_path, f'data = "{module}.py:{function}"'))
+    assert spec.task.metric == measure
+    old = spec.replace("task", measure="classification")
+    folder = ExperimentFolder(tmp_path / "out")
+    folder.path.mkdir()
+    (folder.path / "spec.toml").write_text(old.to_toml())
+    folder.check_resumable(spec)
+    runs = [folder.plan(one)[0] for one in (old, spec, spec.replace("task", options={"seed": 1}))]
+    runs[0].save_diverged("reason")
+    assert [planned.diverged() for planned in runs] == ["reason", "reason", None]
 
 
 def test_a_function_that_would_tune_on_the_test_data_is_refused(module: str, tmp_path: Path) -> None:
@@ -473,6 +506,7 @@ def test_a_report_from_runs_that_exist(tmp_path: Path) -> None:
     assert list(results.runs) == ["A", "B"]
     assert "Rounds to 50 %" in (tmp_path / "out" / "results.md").read_text()
     assert "Mine" in (tmp_path / "out" / "report.html").read_text()
+    assert (tmp_path / "out" / "partition.png").stat().st_size > 1000
     listed = fadamgc.report(made, tmp_path / "listed")
     assert list(listed.runs) == ["FAdamGC", "FedAvg"]
     assert ExperimentFolder(tmp_path / "out").has_experiment

@@ -6,10 +6,12 @@ import dataclasses
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
 import fadamgc
+from fadamgc import escape
 from fadamgc.metrics import client_metrics
 from problems import class_task, mlp
 
@@ -116,11 +118,21 @@ def test_tables_and_page_have_all_metrics(tmp_path) -> None:
         eval_clients=True,
         **RUN,
     )
-    fadamgc.report(runs, tmp_path, measure="accuracy")
+    fadamgc.report(runs, tmp_path)
     for name in ("results.md", "report.html"):
         text = (tmp_path / name).read_text()
         assert "Further metrics at the end" in text
         assert all(wanted in text for wanted in ("macro-F1", "accuracy of 2", *NAMES))
+    assert "Final accuracy" in (tmp_path / "results.md").read_text()
+    row = pd.read_csv(tmp_path / "results.csv").iloc[0]
+    tex = (tmp_path / "results.tex").read_text()
+    assert tex.count("ccuracy at the end") == 1
+    for name in ("macro-F1", "accuracy of 2", *NAMES):
+        values = [run.history[-1].metrics[name] for run in runs]
+        assert row[f"{name}_mean"] == pytest.approx(np.mean(values))
+        assert row[f"{name}_std"] == pytest.approx(np.std(values, ddof=1))
+        assert f"{name} & {escape.latex(tmp_path.name)} & ${np.mean(values):.3g} " in tex
+    assert "accuracy_mean" not in row
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,9 @@ import numpy as np
 from fadamgc.algorithm import Algorithm, AnyAlgorithm
 from fadamgc.bundle import tensor_bytes
 from fadamgc.errors import InputError, full_name, listed, shown, whole
-from fadamgc.experiments.folder import ExperimentFolder
+from fadamgc.experiments.folder import PARTITION, ExperimentFolder
 from fadamgc.experiments.planned_run import REPORT
+from fadamgc.experiments.report.label_plot import save_label_plot
 from fadamgc.experiments.report.numbers import Results
 from fadamgc.experiments.report.write import write_report
 from fadamgc.experiments.run.runner import Runner, open_folder, run_spec
@@ -31,6 +32,7 @@ from fadamgc.samples import Items
 from fadamgc.schedules import Function, functions_of
 from fadamgc.task import Task
 from fadamgc.tasks.build import completed
+from fadamgc.tasks.own import task_labels
 from fadamgc.tasks.sections import FunctionTask, TaskSpec, task_spec
 from fadamgc.toml import frozen
 from fadamgc.tree import leaves
@@ -175,6 +177,11 @@ def report(
         places[place] = replace(run, settings=settings)
     for place, run in places.items():
         run.save(place, states=False)
+    with_task = next((run for _, run in pairs if run.task is not None), None)
+    labels = None if with_task is None or with_task.task is None else task_labels(with_task.task)
+    if with_task is not None and labels is not None:
+        note = f"{labels.note} (seed {with_task.settings['seed']})"
+        save_label_plot(labels.counts, out / PARTITION, title=note)
     return write_report(out)
 
 

@@ -120,7 +120,7 @@ def label_counts(spec: TaskSpec, seed: int) -> Labels | None:
         case TableTask():
             return own.table_labels(spec, seed, partition)
         case FunctionTask():
-            return own.task_labels(spec, seed)
+            return own.task_labels(own.function_task(spec, seed, validation=0.0))
         case HarTask():
             data = har.load()
             parts = natural(data.subject[~data.is_test])

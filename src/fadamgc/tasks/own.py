@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,10 +20,12 @@ from torch.utils.data import Subset, TensorDataset
 from fadamgc.data import Partition, natural
 from fadamgc.data.split import tests_of_clients
 from fadamgc.errors import InputError, cut, first_line, full_name, nearest, shown
+from fadamgc.flat import Flat
 from fadamgc.loading import find_file, load_object
 from fadamgc.models import mlp
+from fadamgc.random_numbers import reading_at
 from fadamgc.runtime import seeded
-from fadamgc.samples import Pair, Rows, Samples, joined
+from fadamgc.samples import Pair, Rows, Samples, cast, joined, map_tensors
 from fadamgc.task import Task
 from fadamgc.tasks.sections import FunctionTask, TableTask
 
@@ -91,9 +94,8 @@ def _same_test(one: Task, other: Task) -> bool:
     return all(map(torch.equal, first, second))
 
 
-def task_labels(spec: FunctionTask, seed: int) -> Labels | None:
-    """Count the labels of a task's clients; None if its targets are no labels."""
-    task = function_task(spec, seed, validation=0.0)
+def task_labels(task: Task) -> Labels | None:
+    """Count the labels of a task's clients; None if its targets are not labels in memory."""
     if not task.in_memory() or not all(isinstance(data, Rows) for data in task.in_memory()):
         return None
     targets = [y for _, y in task.pairs]
@@ -131,9 +133,33 @@ def held_out(task: Task, share: float) -> Task:
     return replace(task, clients=train, test=held, client_tests=own_tests)
 
 
+TRIED = 256  # samples with which a metric is called to learn its name
+
+
 def measure_of(task: Task) -> str:
-    """Return the name of a task's metric."""
-    return task.metric if isinstance(task.metric, str) else full_name(task.metric).rpartition(":")[2]
+    """Return the name of a task's metric: of several named numbers, that of the first."""
+    if isinstance(task.metric, str):
+        return task.metric
+    return _first_name(task) or full_name(task.metric).rpartition(":")[2]
+
+
+def _first_name(task: Task) -> str | None:
+    """Call a metric with some outputs; return the name of its first number, None if it has no names."""
+    samples = task.test_samples or task.samples[int(task.sizes.argmax())]
+    assert callable(task.metric)
+    try:
+        with seeded(0), torch.no_grad(), reading_at(0):
+            module = Flat.of(task.model).copy(task.model).eval()
+            like = next(module.parameters())
+            rows = np.unique(np.linspace(0, len(samples) - 1, TRIED).astype(np.int64))
+            inputs, targets = (
+                map_tensors(partial(cast, dtype=like.dtype, device=like.device), part)
+                for part in samples.batch(rows)
+            )
+            value = task.metric(module(inputs), targets)
+            return str(next(iter(value))) if isinstance(value, Mapping) and value else None
+    except Exception:  # a run says what is wrong with it
+        return None
 
 
 # A table in a file.
