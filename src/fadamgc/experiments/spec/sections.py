@@ -152,11 +152,11 @@ class TuneSpec(Section):
     eta_g: StepSizes | None = None
     grids: dict[str, Values] = Field(default_factory=dict)
     methods: dict[str, dict[str, Values]] = Field(default_factory=dict)
-    points: Count | None = None  # for search = "random": how many points of each method's grid are tried
+    points: Count | None = None  # for "random" and "optuna": how many points of each grid are tried
     seeds: Seeds = (100, 101)
     rounds: Count
     validation: Annotated[float, Field(ge=0.01, le=0.99)] = 0.25  # fraction of the TRAIN data
-    search: Literal["full", "race", "halving", "random"] = "full"  # see ``tune``
+    search: Literal["full", "race", "halving", "random", "optuna"] = "full"  # see ``tune``
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any], place: str) -> Self:
@@ -172,10 +172,10 @@ class TuneSpec(Section):
 
     @model_validator(mode="after")
     def _check_search(self) -> TuneSpec:
-        if (self.search == "random") != (self.points is not None):
+        if (self.search in ("random", "optuna")) != (self.points is not None):
             raise ValueError(
-                f"search='{self.search}' and points={self.points}: a random search needs the number of "
-                "points, and no other search does"
+                f"search='{self.search}' and points={self.points}: the searches 'random' and 'optuna' need the "
+                "number of points, and no other search does"
             )
         return self
 
