@@ -328,7 +328,9 @@ def test_a_test_file_is_read_with_the_columns_of_the_train_file(tmp_path: Path) 
 
 @pytest.mark.parametrize("test", ["0.2", '"other.csv"'])
 @pytest.mark.parametrize("validation", [0.0, 0.25])
-def test_clients_of_a_table_are_tested_on_their_own_rows(test: str, validation: float, tmp_path: Path) -> None:
+def test_clients_of_a_table_are_tested_on_their_own_rows(
+    test: str, validation: float, tmp_path: Path
+) -> None:
     table(tmp_path, "csv")
     frame = pd.read_csv(tmp_path / "table.csv")
     frame[frame["who"] == 2].to_csv(tmp_path / "other.csv", index=False)

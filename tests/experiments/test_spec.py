@@ -213,6 +213,15 @@ def test_the_docs_name_every_key_and_their_example_is_a_spec():
             assert f"`{key}`" in page, f"{cls.__name__}.{key}"
 
 
+def test_the_tuning_of_the_guide_is_accepted():
+    (tune,) = re.findall(r"```toml\n(\[tune\].*?)```", (ROOT / "docs" / "guide.md").read_text(), re.DOTALL)
+    methods = "".join(f'[[method]]\nalgorithm = "{name}"\n' for name in ("fedprox", "feddyn", "compose"))
+    spec = parse_spec(
+        f'[task]\ndata = "digits"\n[run]\nrounds = 1\nlocal_steps = 1\n{tune}{methods}', "guide"
+    )
+    assert [len(spec.tune.grid_of(method)) for method in spec.methods] == [2, 2, 2]
+
+
 def test_the_run_section_has_every_setting_with_its_default():
     """A new setting of a run cannot be missed: it is a key of [run], or it is named here."""
     elsewhere = {"seed", "schedule", "checkpoint_every"}  # seeds are a list; the runner sets the last one

@@ -229,7 +229,11 @@ def test_without_optuna_the_error_says_what_to_install(tmp_path, monkeypatch):
             "[tune.methods.feddin]",
             "'feddin' is not a method; did you mean 'feddyn'?",
         ),
-        ("seeds = [3]", 'seeds = [3]\nsearch = "random"', "the searches 'random' and 'optuna' need the number of points"),
+        (
+            "seeds = [3]",
+            'seeds = [3]\nsearch = "random"',
+            "the searches 'random' and 'optuna' need the number of points",
+        ),
         ("seeds = [3]", "seeds = [3]\npoints = 3", "no other search does"),
         ("alpha = [0.1, 1.0]", "alpha = []", "must not be empty"),
         ("eta_l = [0.01, 0.05]\neta_g = [0.5, 1.0]", "", "[tune] has no values to try for FedAvg"),

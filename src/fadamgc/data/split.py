@@ -38,7 +38,7 @@ def split(
         rows, held_out = hold_out(targets, owner, share, seed)
         test_pair = inputs[held_out], targets[held_out]
         if owner is not None:
-            tests = tests_of_clients(owner[rows], owner[held_out], data, held_out)
+            tests = client_tests_of(owner[rows], owner[held_out], data, held_out)
     else:
         pair = listed(test)
         if pair is None or len(pair) != 2:
@@ -58,7 +58,7 @@ def split(
     return [Subset(data, rows[part].tolist()) for part in parts], test_pair, tests
 
 
-def tests_of_clients(owner: Any, test_owner: Any, data: TensorDataset, rows: Any = None) -> Tests:
+def client_tests_of(owner: Any, test_owner: Any, data: TensorDataset, rows: Any = None) -> Tests:
     """Return the test data of each client, in the order of ``natural``: None for a client without any.
 
     Args:

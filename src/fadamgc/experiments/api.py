@@ -252,8 +252,8 @@ def _steps_name(function: Any, clients: int, rounds: int) -> str:
     if is_importable(function):
         return full_name(function)
     settings = Settings.of(rounds=rounds, local_steps=function)
-    some = [{int(i) for i in np.linspace(0, n - 1, min(n, 100))} for n in (clients, rounds)]
-    return _provided(function, [settings.steps(i, 1, t + 1) for t in sorted(some[1]) for i in sorted(some[0])])
+    some, when = (np.unique(np.linspace(0, n - 1, min(n, 100)).astype(int)) for n in (clients, rounds))
+    return _provided(function, [settings.steps(int(i), 1, int(t) + 1) for t in when for i in some])
 
 
 def _check_importable(task: Any, methods: Any, local_steps: Any, workers: int) -> None:
@@ -267,7 +267,7 @@ def _check_importable(task: Any, methods: Any, local_steps: Any, workers: int) -
     for value in values:
         if not is_importable(value):
             raise InputError(
-                f"workers={workers} needs a task, algorithms and functions that other processes can import, and "
+                f"workers={workers} needs a task, algorithms and functions that other processes can import; "
                 f"{shown(value)} is not in a module; move it into one, or use workers=1"
             )
 

@@ -19,7 +19,7 @@ from torch.utils.data import Subset, TensorDataset
 
 from fadamgc.data import Partition, digits, dirichlet, har, iid, images, natural, shards, texts
 from fadamgc.data.sources import source
-from fadamgc.data.split import Tests, hold_out, tests_of_clients
+from fadamgc.data.split import Tests, client_tests_of, hold_out
 from fadamgc.data.synthetic import Synthetic, linear_regression, quadratics
 from fadamgc.errors import InputError, cut
 from fadamgc.models import ImageInput, cnn1d, convnet, mlp, resnet8, resnet18
@@ -235,7 +235,7 @@ def _texts(spec: TextTask, seed: int, validation: float) -> Task:
     pair = held_out if validation else (tokens[1], torch.from_numpy(sets[1].y))
     name = Path(spec.data).stem if isinstance(spec, TextFileTask) else spec.data
     test_owner = train.rows(test_rows).owner if validation else sets[1].owner
-    tests = tests_of_clients(train.rows(rows).owner, test_owner, TensorDataset(*pair))
+    tests = client_tests_of(train.rows(rows).owner, test_owner, TensorDataset(*pair))
     return classification(model, tokens[0], labels, parts, pair, name, tests)
 
 

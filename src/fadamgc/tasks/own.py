@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.data import Subset, TensorDataset
 
 from fadamgc.data import Partition, natural
-from fadamgc.data.split import tests_of_clients
+from fadamgc.data.split import client_tests_of
 from fadamgc.errors import InputError, cut, first_line, full_name, nearest, shown
 from fadamgc.flat import Flat
 from fadamgc.loading import find_file, load_object
@@ -195,9 +195,9 @@ def table_task(spec: TableTask, seed: int, validation: float, parts: Any) -> Tas
     with seeded(seed):
         model = nn.Sequential(nn.Flatten(), mlp(x[0].numel(), spec.hidden, outputs, seed))
     clients = [Subset(TensorDataset(x, y), r.tolist()) for r in rows]
-    owners = (None if part.owner is None else part.owner.astype(str) for part in (train, test))
+    owner, test_owner = (None if part.owner is None else part.owner.astype(str) for part in (train, test))
     options: dict[str, Any] = {
-        "client_tests": tests_of_clients(*owners, TensorDataset(*test_pair)),
+        "client_tests": client_tests_of(owner, test_owner, TensorDataset(*test_pair)),
         "name": Path(spec.data).stem,
     }
     if spec.kind == "classification":
@@ -287,7 +287,7 @@ def _from_frame(path: Path, frame: pd.DataFrame, spec: TableTask, train: TableDa
 
 def _columns(frame: pd.DataFrame) -> Columns:
     texts = {
-        name: tuple(dict.fromkeys(map(str, pd.Categorical(frame[name]).categories)))
+        str(name): tuple(dict.fromkeys(map(str, pd.Categorical(frame[name]).categories)))
         for name in frame.select_dtypes(["object", "string", "category"])
     }
     return Columns(tuple(name for name in frame.columns if name not in texts), texts)

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 from fadamgc.data import dirichlet, iid, natural
 from fadamgc.data.own_texts import SUFFIXES
 from fadamgc.data.sources import SOURCES
-from fadamgc.data.split import tests_of_clients
+from fadamgc.data.split import client_tests_of
 from fadamgc.data.texts import Texts
 from fadamgc.errors import INT64_MAX, InputError, nearest, not_accepted, shown, whole
 from fadamgc.models import text as models
@@ -107,7 +107,7 @@ def text(
         name = str(data) if str(data) in SOURCES else Path(data).stem
     tests = None
     if found.test is not None and test_pair is not None:
-        tests = tests_of_clients(train.owner, found.test.owner, TensorDataset(*test_pair))
+        tests = client_tests_of(train.owner, found.test.owner, TensorDataset(*test_pair))
     return classification(model, inputs[0], y, parts.indices, test_pair, name, tests)
 
 

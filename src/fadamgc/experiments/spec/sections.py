@@ -174,8 +174,8 @@ class TuneSpec(Section):
     def _check_search(self) -> TuneSpec:
         if (self.search in ("random", "optuna")) != (self.points is not None):
             raise ValueError(
-                f"search='{self.search}' and points={self.points}: the searches 'random' and 'optuna' need the "
-                "number of points, and no other search does"
+                f"search='{self.search}' and points={self.points}: the searches 'random' and 'optuna' need "
+                "the number of points, and no other search does"
             )
         return self
 

@@ -70,7 +70,9 @@ def choose_executor(workload: Workload, timed: bool = True, compiled: bool | Non
         except UnmappableError as error:
             if (kind := type(workload.algorithm)) not in _warned:
                 _warned.add(kind)
-                warning(f"executor='auto' runs {kind.__name__} one client at a time, which is slower: {error}")
+                warning(
+                    f"executor='auto' runs {kind.__name__} one client at a time, which is slower: {error}"
+                )
             continue
         except InputError as error:
             log.info("executor auto: not %s (%s)", make.name, error)
