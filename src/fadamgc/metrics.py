@@ -90,9 +90,6 @@ def _labelled(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return predicted.reshape(-1)[is_label], labels[is_label]
 
 
-BY_CLIENT = "clients: "  # how the names of numbers over clients begin
-
-
 def client_metrics(values: NDArray[np.float64], seen: Collection[int], goal: str = "max") -> dict[str, float]:
     """Return how a metric is distributed over clients: mean, worst tenth, spread, and clients not yet seen.
 

@@ -12,9 +12,9 @@ from fadamgc.bundle import has_bundle
 from fadamgc.errors import CheckpointError
 from fadamgc.escape import printable
 from fadamgc.experiments.spec.sections import CostSpec, MethodSpec, RunSpec, Spec
+from fadamgc.federation.record import BY_CLIENT
 from fadamgc.federation.run import Run, read_run, sound
 from fadamgc.files import as_json, write_atomic
-from fadamgc.metrics import BY_CLIENT
 from fadamgc.tasks.sections import CustomTask, TaskSpec, task_spec
 from fadamgc.toml import frozen
 

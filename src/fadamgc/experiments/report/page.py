@@ -33,9 +33,8 @@ from fadamgc.experiments.report.tables import (
 )
 from fadamgc.experiments.report.tuning import LEGEND, tuning_maps
 from fadamgc.federation.cost import PerClient
-from fadamgc.federation.record import Record
+from fadamgc.federation.record import BY_CLIENT, Record
 from fadamgc.federation.run import Run
-from fadamgc.metrics import BY_CLIENT
 from fadamgc.tasks.sections import CustomTask
 
 AXES = {"round": "rounds", "minutes": "simulated minutes", "bytes": "megabytes", "wall": "wall clock seconds"}
