@@ -195,7 +195,7 @@ def test_who_is_late_is_left_out() -> None:
 def test_y_is_the_mean_of_the_y_i_with_a_deadline() -> None:
     """Also where clients do a part of their steps, so that not always the same are late, or do not answer."""
     cost = fadamgc.CostModel(seconds_per_step=(1, 2, 3, 1, 2, 3), down_mbps=1e9, up_mbps=1e9)
-    options = {**RUN, "rounds": 8, "local_steps": 8, "dtype": torch.float64, "cost": cost}
+    options = {**RUN, "rounds": 8, "executor": "loop", "local_steps": 8, "dtype": torch.float64, "cost": cost}
     late = {"deadline": 15.5, "stragglers": 0.5, "dropout": 0.2}
     run = fadamgc.simulate(fadamgc.FAdamGC(), class_task(EVEN), sampled=5, tracked=3, **late, **options)
     assert len({record.absent for record in run.history}) > 3
