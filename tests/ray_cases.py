@@ -118,8 +118,21 @@ def every_algorithm(_):
             options = options | {"sampled": None, "tracked": None, "groups": 3, "group_rounds": 2}
         runs = [fadamgc.simulate(algorithm, example, executor=e, **options) for e in ("loop", borrowed)]
         found[name] = far(*runs)
+    training = {"clip_norm": 0.5, "weight_decay": 0.01, "dropout": 0.3, "stragglers": 0.3}
+    noise = fadamgc.Task(example.model, example.loss, example.pairs, transform=noisy)
+    algorithm = fadamgc.FAdamGC(eta_l=fadamgc.schedules.cosine(0.01))
+    runs = [fadamgc.simulate(algorithm, noise, executor=e, **RUN | training) for e in ("loop", borrowed)]
     shared.close()
-    return {"differences": found}
+    return {
+        "differences": found,
+        "training": far(*runs),
+        "absent": any(record.absent for record in runs[1].history),
+        "partial": any(set(record.work[-1].steps) != {3} for record in runs[1].history),
+    }
+
+
+def noisy(inputs, targets):
+    return inputs + torch.randn_like(inputs), targets
 
 
 def number_of_actors(_):

@@ -15,7 +15,7 @@ import fadamgc
 from command import fadamgc as command
 from fadamgc import loading, methods
 from fadamgc.experiments.run.runner import run_spec
-from fadamgc.experiments.spec.toml_io import load_spec
+from fadamgc.experiments.spec.toml_io import load_spec, parse_spec
 from fadamgc.flower.config import read_config
 from problems import class_task
 
@@ -47,6 +47,10 @@ class Asks(fadamgc.FedAvg):
         if tracked:
             return super().finish(down, client, local, x, K, tracked)
         return super().finish(down, client, local, x, K, False)
+
+
+def steps(client, round):
+    return 1 + client % 2
 
 
 def halved(t):
@@ -107,6 +111,13 @@ def test_a_spec_names_a_class_in_a_module_or_a_file(name: str, ending: str, tmp_
     run = fadamgc.load_run(tmp_path / "out" / "runs" / "my-fedprox-seed1")
     assert (run.settings["algorithm"], run.algorithm.mu) == (reference, 0.5)
     assert type(run.algorithm).__name__ == "MyProx"
+
+
+@pytest.mark.parametrize("ending", ["", ".py"])
+def test_it_is_chosen_by_its_reference(name: str, ending: str, tmp_path: Path) -> None:
+    """Names of modules and classes have capitals, which --methods does not compare."""
+    spec = load_spec(spec_of(tmp_path, f"{name}{ending}:MyProx"))
+    assert [method.label for method in spec.only([f"{name}{ending}:MyProx"]).methods] == ["My FedProx"]
 
 
 @pytest.mark.slow
@@ -208,7 +219,8 @@ def test_a_rule_that_cannot_be_mapped_runs_in_the_loop(
         run = fadamgc.simulate(algorithm, class_task(), **options | {"rounds": 3})
         long = fadamgc.simulate(algorithm, class_task(), **options)
     assert {run.settings["executor"], long.settings["executor"]} <= {"loop", "threads"}
-    assert "docs/extending.md" in caplog.text
+    warnings = [record for record in caplog.records if "docs/extending.md" in record.getMessage()]
+    assert [record.levelname for record in warnings] == ["WARNING"]
     with pytest.raises(fadamgc.InputError, match="cannot map the rules of Asks over clients"):
         fadamgc.simulate(algorithm, class_task(), executor="vectorized", **options)
 
@@ -227,6 +239,32 @@ def test_a_rule_that_cannot_be_mapped_runs_in_the_loop(
 def test_bad_references_are_refused(name: str, reference: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(fadamgc.InputError, match=message):
         load_spec(spec_of(tmp_path, reference.format(name=name)))
+
+
+@pytest.mark.slow
+def test_the_command_says_once_that_a_rule_cannot_be_mapped(name: str, tmp_path: Path) -> None:
+    path = spec_of(tmp_path, f"{name}.py:Asks")
+    text = path.read_text().replace("mu = 0.5", "eta_l = 0.1").replace('executor = "loop"', "")
+    path.write_text(text.replace("seeds = [0, 1]", "seeds = [0, 1, 2]"))
+    result = command("run", path, "--methods", f"{name}.py:Asks", "--out", tmp_path / "out", "--workers", 1)
+    assert result.exit_code == 0, result.output
+    assert "warning: executor='auto' runs Asks one client at a time" in result.stderr
+    assert result.stderr.count("see 'Rules' in docs/extending.md") == 1
+
+
+def test_a_spec_has_a_function_of_local_steps(name: str, tmp_path: Path) -> None:
+    path = spec_of(tmp_path, f"{name}:MyProx")
+    text = path.read_text()
+    path.write_text(text.replace("local_steps = 2", f'local_steps = "{name}.py:steps"'))
+    spec = load_spec(path)
+    assert parse_spec(spec.to_toml(), "again") == spec
+    run_spec(spec.only(["my fedprox"]), tmp_path / "out", workers=1, quiet=True)
+    run = fadamgc.load_run(tmp_path / "out" / "runs" / "my-fedprox-seed0")
+    assert [record.work[-1].steps for record in run.history] == [(1, 2, 1, 2)] * 2
+    path.write_text(text.replace("local_steps = 2", f'local_steps = "{name}.py:step"'))
+    with pytest.raises(fadamgc.InputError, match="has no 'step'; did you mean 'steps'"):
+        run_spec(load_spec(path), tmp_path / "other", workers=1, quiet=True)
+    assert not (tmp_path / "other").exists()
 
 
 def test_a_spec_has_a_function_as_schedule(name: str, tmp_path: Path) -> None:

@@ -16,10 +16,15 @@ from fadamgc.experiments.spec.toml_io import parse_spec
 from fadamgc.flower.config import read_config
 from fadamgc.hyperparameters import numbers
 from fadamgc.schedules import from_plain
+from fadamgc.sim.executors import inplace, vectorized
+from fadamgc.sim.executors.machine_code import compiler
+from fadamgc.sim.executors.threads import ThreadsExecutor
 from fadamgc.sim.executors.trace import Kinds
+from fadamgc.sim.executors.vectorized import VectorizedExecutor
 from problems import EVEN, class_task
 
 RUN: dict[str, Any] = {"rounds": 6, "local_steps": 3, "batch_size": 8, "progress": False}
+COMPILES = [pytest.mark.slow, pytest.mark.skipif(compiler() is None, reason="no C++ compiler")]
 
 
 def halved(t: int) -> float:
@@ -164,6 +169,38 @@ def test_one_graph_serves_all_rounds() -> None:
     constants = set(numbers(algorithm.at(1))) - set(kind.lifted_names)
     assert not kinds.changes(algorithm.at(1), ("eta_l", "beta1"))
     assert all(kinds.changes(algorithm.at(1), (name,)) for name in constants)
+
+
+@pytest.mark.parametrize(
+    ("executor", "compile"),
+    [
+        (VectorizedExecutor, False),
+        pytest.param(VectorizedExecutor, True, marks=COMPILES),
+        pytest.param(ThreadsExecutor, True, marks=COMPILES),
+    ],
+)
+def test_nothing_is_recorded_or_compiled_again_in_a_later_round(
+    executor: Any, compile: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+
+    def counted(function: Any) -> Any:
+        return lambda *arguments: made.append(function.__name__) or function(*arguments)
+
+    for module, name in ((vectorized, "_recorded"), (vectorized, "compiled"), (inplace, "compiled")):
+        monkeypatch.setattr(module, name, counted(getattr(module, name)))
+    after: list[int] = []
+    algorithm = fadamgc.FAdamGC(eta_l=schedules.cosine(0.05), beta1=schedules.linear(0.9, end=0.5))
+    run = fadamgc.simulate(
+        algorithm,
+        class_task(EVEN),
+        executor=lambda workload: executor(workload, compile=compile),
+        callbacks=[lambda _: after.append(len(made))],
+        **RUN | {"rounds": 6},
+    )
+    assert len(run.history) == 6
+    assert len(set(after)) == 1
+    assert ("compiled" in made) == compile
 
 
 def test_a_federation_gives_the_simulators_numbers(tmp_path) -> None:

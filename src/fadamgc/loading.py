@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-from fadamgc.errors import InputError, cut, nearest, shown
+from fadamgc.errors import InputError, cut, full_name, nearest, shown
 
 _folders: list[str] = []  # in addition to the working folder: the folders of specs
 _imported: list[str] = []  # modules and files, in the order in which they were imported
@@ -39,7 +39,13 @@ def is_trusted() -> bool:
 
 def provide(reference: str, value: Any) -> None:
     """Let ``load_object`` find an object that is not in a module, such as one of a notebook."""
+    _provided.pop(reference, None)
     _provided[reference] = value
+
+
+def reference_of(value: Any) -> str:
+    """Return the name of a function, by which ``load_object`` finds it if it is in a module or provided."""
+    return next((name for name in reversed(_provided) if _provided[name] is value), full_name(value))
 
 
 def is_importable(value: Any) -> bool:

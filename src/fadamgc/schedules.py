@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-from fadamgc.errors import InputError, full_name, nearest, not_accepted, real, reason, shown, whole
-from fadamgc.loading import is_trusted, load_object
+from fadamgc.errors import InputError, nearest, not_accepted, real, reason, shown, whole
+from fadamgc.loading import is_trusted, load_object, reference_of
 
 
 @dataclass(frozen=True)
@@ -238,7 +238,7 @@ class Function(Schedule):
     def plain(self) -> dict[str, Any]:
         if isinstance(self.function, str):
             return {self.name: self.function}
-        return {self.name: full_name(self.function)}
+        return {self.name: reference_of(self.function)}
 
 
 KINDS = {kind.name: kind for kind in (Constant, Step, Exponential, Linear, Cosine, WarmUp, Function)}
@@ -257,9 +257,16 @@ def as_schedule(name: str, value: Any) -> Schedule | None:
     return Function(value) if callable(value) and not isinstance(value, type) else None
 
 
+def functions_of(schedule: Schedule) -> list[Function]:
+    """Return the functions in a schedule: itself, or the one that follows a warm-up."""
+    while isinstance(schedule, WarmUp):
+        schedule = schedule.then
+    return [schedule] if isinstance(schedule, Function) else []
+
+
 def is_lost(schedule: Schedule) -> bool:
     """Whether a schedule was a function that cannot be found again, so that its numbers are not known."""
-    return isinstance(schedule, Function) and schedule.lost
+    return any(function.lost for function in functions_of(schedule))
 
 
 def first_number(schedule: Schedule) -> float:

@@ -91,6 +91,7 @@ Probability: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 NonNegative: TypeAlias = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Finite: TypeAlias = Annotated[float, Field(allow_inf_nan=False)]
 Line: TypeAlias = Annotated[str, AfterValidator(_one_line)]
+Reference: TypeAlias = Annotated[str, Field(pattern=r"^.+:\w+$")]  # of a function, see loading.load_object
 Seeds: TypeAlias = Annotated[
     tuple[Annotated[int, Field(ge=0, lt=2**63)], ...], Field(min_length=1), AfterValidator(_distinct)
 ]

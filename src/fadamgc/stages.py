@@ -2,17 +2,43 @@
 
 with stage("compiling"):
     ...
+
+Warnings of the code below go to the display as well, or to the log if there is none.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 Hear = Callable[[str | None], object]  # is called with what begins, and with None when it has ended
 
+Warn = Callable[[str], object]
+
+log = logging.getLogger("fadamgc")
+
 _listeners: list[Hear] = []
+_displays: list[Warn] = []
+
+
+def warning(message: str) -> None:
+    """Show a warning to the user."""
+    if not _displays:
+        log.warning("%s", message)
+    for warn in _displays:
+        warn(message)
+
+
+@contextmanager
+def showing(warn: Warn) -> Iterator[None]:
+    """Show warnings with a function in a ``with`` block."""
+    _displays.append(warn)
+    try:
+        yield
+    finally:
+        _displays.remove(warn)
 
 
 @contextmanager

@@ -51,8 +51,8 @@ class Task:
         transform: a function ``transform(inputs, targets)`` that is applied to every training batch, such as
             random augmentation; it returns both. Random numbers of torch's functions are drawn at an address
             (seed, round, client, step), so that they are the same on every executor.
-        client_tests: test data of each client, for ``simulate(eval_clients=True)``; None: the clients' own
-            training data.
+        client_tests: test data of each client, for ``simulate(eval_clients=True)``, or None for a client that
+            has none and is not evaluated; None for all: the clients' own training data.
         lazy: read the items of Datasets whenever a batch needs them, so that they need not fit into memory.
             Random numbers that a Dataset draws (of Python, numpy or torch) have an address too. Such tasks
             run on the executors loop and threads.
@@ -77,7 +77,7 @@ class Task:
     goal: Literal["max", "min"] | None = None
     name: str = "task"
     transform: Transform | None = None
-    client_tests: Iterable[Data] | None = None
+    client_tests: Iterable[Data | None] | None = None
     lazy: bool = False
     collate: Collate | None = None
     samples: list[Samples] | LazyClients = field(init=False)
@@ -85,7 +85,9 @@ class Task:
     test_samples: Samples | None = field(init=False)
     """The test data."""
     client_test_samples: list[Samples] | None = field(init=False)
-    """The test data of each client."""
+    """The test data of each client in ``evaluated``."""
+    evaluated: list[int] = field(init=False)
+    """The clients that ``eval_clients`` evaluates: all, or those that have test data."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, nn.Module):
@@ -111,9 +113,11 @@ class Task:
         clients = self._listed_clients()
         samples = clients if isinstance(clients, LazyClients) else self._read_all(clients, "client {}")
         self.test_samples = None if self.test is None else self._read(self.test, "the test data")
-        tests = self._client_tests(len(samples))
+        tests, self.evaluated = self._client_tests(len(samples))
         owned = in_memory(
-            samples[:1] if isinstance(samples, LazyClients) else samples, tests, self.test_samples
+            samples[:1] if isinstance(samples, LazyClients) else samples,
+            dict(zip(self.evaluated, tests or [], strict=False)),
+            self.test_samples,
         )
         check_shapes(owned)
         self.samples = share_tensors(samples) if isinstance(samples, list) else samples
@@ -123,7 +127,10 @@ class Task:
             self._tell_what_was_read([*zip(clients, samples, strict=True), (self.test, self.test_samples)])
             self.clients = _without_copies(clients, self.samples)
         if self.client_test_samples is not None:
-            self.client_tests = _without_copies(listed(self.client_tests) or [], self.client_test_samples)
+            given: list[Any] = listed(self.client_tests) or []
+            kept = _without_copies([given[i] for i in self.evaluated], self.client_test_samples)
+            by_client = dict(zip(self.evaluated, kept, strict=True))
+            self.client_tests = [by_client.get(i) for i in range(len(given))]
 
     def _listed_clients(self) -> list[Any] | LazyClients:
         if isinstance(self.clients, LazyClients):
@@ -193,8 +200,9 @@ class Task:
             clients: number of clients; or the client of each sample, such as a person or a device.
             alpha: concentration of the Dirichlet distribution of labels; small is skewed. None is 0.1 for
                 labels; for any other targets, and with ``math.inf``, samples are distributed at random.
-            test: share of the samples (of each client, if ``clients`` says whose they are) to hold out, or
-                test data, a pair.
+            test: share of the samples to hold out, or test data, a pair. If ``clients`` says whose samples
+                they are, a share of each client's is held out, which is also the client's own test data
+                (``client_tests``); clients with too few samples for it have none.
             seed: seed of the split.
             min_size: least number of samples of a client.
             options: further arguments of Task.
@@ -208,8 +216,8 @@ class Task:
         """
         from fadamgc.data.split import split
 
-        pairs, test_pair = split(X, y, clients, alpha, test, seed, min_size)
-        return cls(model, loss, pairs, test_pair, **options)
+        pairs, test_pair, tests = split(X, y, clients, alpha, test, seed, min_size)
+        return cls(model, loss, pairs, test_pair, **{"client_tests": tests, **options})
 
     def __repr__(self) -> str:
         how = ", made on demand" if isinstance(self.samples, LazyClients) else ""
@@ -247,14 +255,19 @@ class Task:
         """Whether a value of the metric is at least as good as a target."""
         return value <= target if self.goal == "min" else value >= target
 
-    def _client_tests(self, n: int) -> list[Samples] | None:
+    def _client_tests(self, n: int) -> tuple[list[Samples] | None, list[int]]:
+        """Return the test data of clients that have some, and which these are."""
         if self.client_tests is None:
-            return None
+            return None, list(range(n))
         tests = None if isinstance(self.client_tests, (dict, str, Tensor)) else listed(self.client_tests)
         if tests is None or len(tests) != n:
             got = shown(self.client_tests) if tests is None else f"{len(tests)} entries"
             raise InputError(f"client_tests has {got}; give one pair for each of {n} clients")
-        return self._read_all(tests, "the test data of client {}")
+        self.client_tests = tests
+        evaluated = [i for i, data in enumerate(tests) if data is not None]
+        if not evaluated:
+            raise InputError("client_tests has None for all clients; give client_tests=None, or test data")
+        return [self._read(tests[i], f"the test data of client {i}") for i in evaluated], evaluated
 
     def sample(self) -> tuple[Any, Any]:
         """Return a batch of two samples (or one) of the largest client."""

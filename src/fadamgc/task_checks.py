@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -22,10 +22,10 @@ BROADCAST = "Using a target size"  # the start of torch's warning that output an
 Owned: TypeAlias = Sequence[tuple[str, Rows]]  # samples with whose they are
 
 
-def in_memory(clients: Sequence[Samples], tests: Sequence[Samples] | None, test: Samples | None) -> Owned:
+def in_memory(clients: Sequence[Samples], tests: Mapping[int, Samples], test: Samples | None) -> Owned:
     """Return all samples that are in memory, with whose they are."""
     owned: list[tuple[str, Samples | None]] = [(f"client {i}", data) for i, data in enumerate(clients)]
-    owned += [(f"the test data of client {i}", data) for i, data in enumerate(tests or [])]
+    owned += [(f"the test data of client {i}", data) for i, data in tests.items()]
     owned.append(("the test data", test))
     return [(owner, rows) for owner, rows in owned if isinstance(rows, Rows)]
 

@@ -74,6 +74,13 @@ def test_the_best_model_is_kept(tmp_path: Path) -> None:
     again = fadamgc.load_run(tmp_path / "saved", task)
     assert (again.best.round, again.best.metric) == (run.best.round, run.best.metric)
     assert torch.equal(again.best.x, run.best.x)
+    run.save(tmp_path / "records", states=False)
+    records = fadamgc.load_run(tmp_path / "records", task)
+    assert (records.best.round, records.best.metric) == (run.best.round, run.best.metric)
+    with pytest.raises(fadamgc.FadamgcError, match=r"is model\.safetensors in its folder"):
+        records.export(tmp_path / "best.pt", "best")
+    records.save(tmp_path / "again", states=False)
+    assert fadamgc.load_run(tmp_path / "again").best.round == records.best.round
 
 
 def test_the_best_model_survives_a_stop(tmp_path: Path) -> None:
@@ -124,6 +131,11 @@ def test_save_models(which: str, tmp_path: Path) -> None:
     again = command("run", spec, "--out", out, "--workers", 1, "--resume", "--save-models", which)
     assert again.exit_code == 0, again.output
     state = load_file(folder / "model.safetensors")
+    run = fadamgc.load_run(folder)
+    if which == "best":
+        metrics = [record.test_metric for record in run.history]
+        assert (run.best.round, run.best.metric) == (metrics.index(max(metrics)) + 1, max(metrics))
+    assert (run.best is None) == (which == "last")
     assert {tuple(t.shape) for t in state.values()} >= {(64, 64), (10, 64)}
     exported = command("export", folder, "--to", tmp_path / "m.pt")
     assert exported.exit_code == 0, exported.output

@@ -15,7 +15,7 @@ import torch
 
 import fadamgc
 from command import fadamgc as command
-from fadamgc import loading
+from fadamgc import loading, schedules
 from fadamgc.experiments.folder import ExperimentFolder
 from fadamgc.experiments.report.tables import results_markdown
 from fadamgc.experiments.spec.toml_io import load_spec
@@ -61,6 +61,20 @@ def macro(output, target):
 def own_metric(seed):
     task = make_task(seed)
     return fadamgc.Task(task.model, task.loss, task.pairs, task.test, metric=macro)
+
+
+def named(output, target):
+    values = fadamgc.metrics.classification(output, target)
+    return {"macro-F1": values["macro-F1"], **values}
+
+
+def named_metric(seed, metric=fadamgc.metrics.classification):
+    task = make_task(seed)
+    return fadamgc.Task(task.model, task.loss, task.pairs, task.test, metric=metric)
+
+
+def other_named_metric(seed):
+    return named_metric(seed, named)
 
 
 def counted(seed):
@@ -179,6 +193,7 @@ def test_tuning_holds_out_train_data(module: str, function: str, tmp_path: Path)
 def test_a_share_of_each_client_is_held_out(module: str, tmp_path: Path) -> None:
     task = build_task(load_spec(spec_of(tmp_path, f'data = "{module}.py:make_task"')).task, seed=0)
     without = held_out(task, 0.2)
+    assert [len(data) for data in without.client_test_samples] == [6] * 6
     assert [len(x) for x, _ in without.pairs] == [24] * 6
     rows = {tuple(row) for x, _ in task.pairs for row in x.tolist()}
     assert {tuple(row) for row in without.test_pair[0].tolist()} <= rows
@@ -203,6 +218,25 @@ def test_a_share_of_each_client_is_held_out(module: str, tmp_path: Path) -> None
 def test_bad_functions_are_refused(module: str, task: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(fadamgc.InputError, match=message):
         load_spec(spec_of(tmp_path, task.format(m=module)))
+
+
+@pytest.mark.parametrize(
+    ("function", "measure"), [("named_metric", "accuracy"), ("other_named_metric", "macro-F1")]
+)
+def test_the_first_of_several_numbers_is_the_metric(
+    module: str, function: str, measure: str, tmp_path: Path
+) -> None:
+    """An experiment of an earlier version, which had the name of the function there, can be resumed."""
+    spec = load_spec(spec_of(tmp_path, f'data = "{module}.py:{function}"'))
+    assert spec.task.metric == measure
+    old = spec.replace("task", measure="classification")
+    folder = ExperimentFolder(tmp_path / "out")
+    folder.path.mkdir()
+    (folder.path / "spec.toml").write_text(old.to_toml())
+    folder.check_resumable(spec)
+    runs = [folder.plan(one)[0] for one in (old, spec, spec.replace("task", options={"seed": 1}))]
+    runs[0].save_diverged("reason")
+    assert [planned.diverged() for planned in runs] == ["reason", "reason", None]
 
 
 def test_a_function_that_would_tune_on_the_test_data_is_refused(module: str, tmp_path: Path) -> None:
@@ -271,6 +305,68 @@ def test_another_file_is_the_test_data(tmp_path: Path) -> None:
     path = spec_of(tmp_path, 'data = "table.csv"\ntarget = "y"\ntest = "test.csv"')
     task = build_task(load_spec(path).task, seed=0)
     assert len(task.test_pair[0]) == sum(len(x) for x, _ in task.pairs) == 200
+
+
+def test_a_test_file_is_read_with_the_columns_of_the_train_file(tmp_path: Path) -> None:
+    """Columns in another order, other columns, and categories that do not occur keep their meaning."""
+    table(tmp_path, "csv")
+    frame = pd.read_csv(tmp_path / "table.csv")
+    frame["c"] = frame["c"].abs()
+    frame.to_csv(tmp_path / "table.csv", index=False)
+    kept = frame[frame["colour"] == "red"]
+    kept[["y", "c", "colour", "b", "a"]].assign(more=1).to_csv(tmp_path / "other.csv", index=False)
+    kept.to_csv(tmp_path / "same.csv", index=False)
+    section = 'data = "table.csv"\ntarget = "y"\nclient = "who"'
+    pairs = [
+        build_task(load_spec(spec_of(tmp_path, f'{section}\ntest = "{file}"')).task, seed=0).test_pair
+        for file in ("other.csv", "same.csv", "table.csv")
+    ]
+    assert torch.equal(pairs[0][0], pairs[1][0])
+    assert torch.equal(pairs[0][1], pairs[1][1])
+    assert torch.equal(pairs[0][0], pairs[2][0][np.flatnonzero(frame["colour"] == "red")])
+
+
+@pytest.mark.parametrize("test", ["0.2", '"other.csv"'])
+@pytest.mark.parametrize("validation", [0.0, 0.25])
+def test_clients_of_a_table_are_tested_on_their_own_rows(
+    test: str, validation: float, tmp_path: Path
+) -> None:
+    table(tmp_path, "csv")
+    frame = pd.read_csv(tmp_path / "table.csv")
+    frame[frame["who"] == 2].to_csv(tmp_path / "other.csv", index=False)
+    path = spec_of(tmp_path, f'data = "table.csv"\ntarget = "y"\nclient = "who"\ntest = {test}')
+    task = build_task(load_spec(path).task, 0, validation)
+    tests = [data.pair()[0] for data in task.client_test_samples]
+    assert task.evaluated == ([2] if test != "0.2" and not validation else list(range(7)))
+    assert sum(map(len, tests)) == len(task.test_pair[0])
+    assert {tuple(row) for x in tests for row in x.tolist()} == set(map(tuple, task.test_pair[0].tolist()))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"colour": "violet"}, "row 0 has colour='violet', which does not occur in table.csv; it has green"),
+        ({"a": "high"}, "'a' has (object|str), such as 'high', and not numbers; change the file"),
+        ({"b": None}, "200 rows have no value of 'b'"),
+        (["y", "a", "b", "colour"], "there is no column 'c' of table.csv"),
+    ],
+)
+def test_a_test_file_with_other_columns_is_refused(change: Any, message: str, tmp_path: Path) -> None:
+    table(tmp_path, "csv")
+    frame = pd.read_csv(tmp_path / "table.csv")
+    other = frame.assign(**change) if isinstance(change, dict) else frame[change]
+    other.to_csv(tmp_path / "other.csv", index=False)
+    path = spec_of(tmp_path, 'data = "table.csv"\ntarget = "y"\ntest = "other.csv"\nclients = 3')
+    with pytest.raises(fadamgc.InputError, match=message):
+        build_task(load_spec(path).task, seed=0)
+
+
+def test_a_test_file_of_arrays_has_the_same_features(tmp_path: Path) -> None:
+    table(tmp_path, "npz")
+    np.savez(tmp_path / "other.npz", X=np.zeros((5, 2)), y=np.zeros(5, dtype=int))
+    path = spec_of(tmp_path, 'data = "table.npz"\ntarget = "y"\nclient = "who"\ntest = "other.npz"')
+    with pytest.raises(fadamgc.InputError, match=r"have the shape \(2,\), and \(3,\) in table.npz"):
+        build_task(load_spec(path).task, seed=0)
 
 
 @pytest.mark.parametrize(
@@ -346,6 +442,31 @@ def test_an_experiment_with_tuning_and_a_class_of_this_program(tmp_path: Path) -
 
 
 @pytest.mark.slow
+def test_an_experiment_with_functions_of_this_program(tmp_path: Path) -> None:
+    """Schedules and local steps may be functions that are in no module; other values are other runs."""
+
+    def run(first: float, **change: Any) -> Any:
+        halving = schedules.warmup(1, then=lambda t: first / 2**t)
+        methods = {"a": fadamgc.FedAvg(eta_l=lambda t: first / t), "b": fadamgc.FedAvg(eta_l=halving)}
+        how = HOW | {"local_steps": lambda i, t: 1 + (i + t) % 3, "out": tmp_path / "out", "seeds": 1}
+        return fadamgc.experiment(make_task, methods, **how | change)
+
+    results = run(0.1)
+    assert [len(set(record.work[-1].steps)) for record in results.runs["a"][0].history] == [3, 3, 3]
+    how = HOW | {"local_steps": lambda i, t: 1 + (i + t) % 3}
+    expected = fadamgc.simulate(fadamgc.FedAvg(eta_l=lambda t: 0.1 / t), make_task(0), **how)
+    assert results.runs["a"][0].history == expected.history
+    record = tmp_path / "out" / "runs" / "a-seed0" / "run.json"
+    written = record.stat().st_mtime_ns
+    run(0.1, resume=True)
+    assert record.stat().st_mtime_ns == written
+    with pytest.raises(fadamgc.InputError, match="eta_l"):
+        run(0.2, resume=True)
+    with pytest.raises(fadamgc.InputError, match="local_steps"):
+        run(0.1, local_steps=lambda i, t: 1, resume=True)
+
+
+@pytest.mark.slow
 def test_a_task_is_known_by_its_data(tmp_path: Path) -> None:
     options: dict[str, Any] = {"out": tmp_path / "out", "seeds": 1, "resume": True, **HOW}
     fadamgc.experiment(make_task(0), METHODS, **options)
@@ -363,6 +484,11 @@ def test_a_task_is_known_by_its_data(tmp_path: Path) -> None:
         ({"task": lambda: None, "workers": 2}, "is not in a module"),
         ({"rounds": 0}, "rounds=0"),
         ({"local_stepz": 3}, "has no key 'local_stepz'"),
+        ({"keep": "best"}, "keep='best' is for one run; give save_models='best'"),
+        ({"local_steps": lambda i, t: 1 / 0}, "failed for client 0 in round 1: division by zero"),
+        ({"local_steps": lambda i, t: 3, "workers": 2, "task": "math:x"}, "is not in a module"),
+        ({"methods": [fadamgc.FedAvg(eta_l=lambda t: t)], "workers": 2, "task": "math:x"}, "not in a module"),
+        ({"methods": [fadamgc.FedAvg(eta_l=lambda t: 1 / (2 - t))]}, "failed for round 2"),
     ],
 )
 def test_bad_experiments_are_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -382,6 +508,7 @@ def test_a_report_from_runs_that_exist(tmp_path: Path) -> None:
     assert list(results.runs) == ["A", "B"]
     assert "Rounds to 50 %" in (tmp_path / "out" / "results.md").read_text()
     assert "Mine" in (tmp_path / "out" / "report.html").read_text()
+    assert (tmp_path / "out" / "partition.png").stat().st_size > 1000
     listed = fadamgc.report(made, tmp_path / "listed")
     assert list(listed.runs) == ["FAdamGC", "FedAvg"]
     assert ExperimentFolder(tmp_path / "out").has_experiment

@@ -174,6 +174,35 @@ def test_methods_are_chosen_by_label_or_algorithm_and_keep_their_order():
 # The page that documents the spec.
 
 
+def test_a_chosen_method_keeps_its_grids_and_loses_those_of_others():
+    text = """
+    [task]
+    data = "digits"
+    [run]
+    rounds = 1
+    local_steps = 1
+    [tune]
+    rounds = 1
+    eta_l = [0.1]
+    mu = [0.1, 1.0]
+    [tune.methods.fedprox]
+    eta_l = [0.3]
+    [tune.methods.feddyn]
+    alpha = [0.1]
+    [[method]]
+    algorithm = "fedprox"
+    [[method]]
+    algorithm = "feddyn"
+    """
+    spec = parse_spec(text, "a spec")
+    prox, dyn = spec.only(["FedProx"]), spec.only(["feddyn"])
+    assert (prox.tune.grids, prox.tune.methods) == ({"mu": (0.1, 1.0)}, {"fedprox": {"eta_l": (0.3,)}})
+    assert (dyn.tune.grids, dyn.tune.methods) == ({}, {"feddyn": {"alpha": (0.1,)}})
+    assert spec.only(["fedprox", "feddyn"]) == spec
+    for chosen in (prox, dyn):
+        assert parse_spec(chosen.to_toml(), "again") == chosen
+
+
 def test_the_docs_name_every_key_and_their_example_is_a_spec():
     page = (ROOT / "docs" / "specs.md").read_text()
     example = re.search(r"```toml\n(.*?)```", page, re.DOTALL)
@@ -182,6 +211,15 @@ def test_the_docs_name_every_key_and_their_example_is_a_spec():
     for cls in (*TASKS.values(), RunSpec, CostSpec, TuneSpec, MethodSpec):
         for key in set(cls.model_fields) - {"hyperparameters"}:
             assert f"`{key}`" in page, f"{cls.__name__}.{key}"
+
+
+def test_the_tuning_of_the_guide_is_accepted():
+    (tune,) = re.findall(r"```toml\n(\[tune\].*?)```", (ROOT / "docs" / "guide.md").read_text(), re.DOTALL)
+    methods = "".join(f'[[method]]\nalgorithm = "{name}"\n' for name in ("fedprox", "feddyn", "compose"))
+    spec = parse_spec(
+        f'[task]\ndata = "digits"\n[run]\nrounds = 1\nlocal_steps = 1\n{tune}{methods}', "guide"
+    )
+    assert [len(spec.tune.grid_of(method)) for method in spec.methods] == [2, 2, 2]
 
 
 def test_the_run_section_has_every_setting_with_its_default():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import re
+import shutil
+import sys
 
 import pytest
 import torch
@@ -177,6 +179,46 @@ def test_a_random_search_tries_some_points():
     assert all(set(points[label]) <= set(every[label]) for label in points)
 
 
+SUGGESTED = QUADRATICS.replace("eta_l = [1e-9, 0.05, 1e9]", "eta_l = [1e-9, 1e-4, 1e-3, 0.01, 0.05]").replace(
+    "seeds = [5]", 'seeds = [5, 6]\nsearch = "optuna"\npoints = 7'
+)
+
+
+@pytest.mark.slow
+def test_points_are_suggested_by_optuna(tmp_path, monkeypatch):
+    """Each trial is a run in the folder, with all seeds; a search that was stopped makes the same trials."""
+    pytest.importorskip("optuna", reason="Optuna is not installed")
+    (tmp_path / "out").mkdir()
+    spec = spec_of(SUGGESTED)
+    first = tune(spec, tmp_path / "out", workers=1, quiet=True)
+    assert len({p.values for p in first.points}) == 7
+    assert all(p.seeds == 2 for p in first.points)
+    saved = {path.parent.name for path in (tmp_path / "out" / "tuning" / "scaffold").glob("*/*.json")}
+    names = {"-".join(f"{name}-{value!r}" for name, value in p.values) for p in first.points}
+    assert saved == {f"{name}-seed{seed}" for name in names for seed in (5, 6)}
+    assert dict(first.best[0].values)["eta_l"] == 0.05
+    for path in sorted((tmp_path / "out" / "tuning" / "scaffold").iterdir())[::3]:
+        shutil.rmtree(path)
+    assert tune(spec, tmp_path / "out", workers=1, quiet=True, resume=True) == first
+    monkeypatch.setattr(workers, "execute", None)
+    assert tune(spec, tmp_path / "out", workers=1, quiet=True, resume=True) == first
+
+
+def test_a_grid_with_fewer_points_is_tried_as_a_whole(tmp_path):
+    pytest.importorskip("optuna", reason="Optuna is not installed")
+    (tmp_path / "out").mkdir()
+    text = QUADRATICS.replace("rounds = 30", "rounds = 2").replace("eta_g = [0.1, 1.0]", "")
+    spec = spec_of(text.replace("seeds = [5]", 'seeds = [5]\nsearch = "optuna"\npoints = 5'))
+    assert len(tune(spec, tmp_path / "out", workers=1, quiet=True).points) == 3
+
+
+def test_without_optuna_the_error_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(InputError, match=r"pip install 'fadamgc\[optuna\]'; or give search='random'"):
+        tune(spec_of(SUGGESTED), tmp_path / "out", workers=1, quiet=True)
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
@@ -187,7 +229,11 @@ def test_a_random_search_tries_some_points():
             "[tune.methods.feddin]",
             "'feddin' is not a method; did you mean 'feddyn'?",
         ),
-        ("seeds = [3]", 'seeds = [3]\nsearch = "random"', "a random search needs the number of points"),
+        (
+            "seeds = [3]",
+            'seeds = [3]\nsearch = "random"',
+            "the searches 'random' and 'optuna' need the number of points",
+        ),
         ("seeds = [3]", "seeds = [3]\npoints = 3", "no other search does"),
         ("alpha = [0.1, 1.0]", "alpha = []", "must not be empty"),
         ("eta_l = [0.01, 0.05]\neta_g = [0.5, 1.0]", "", "[tune] has no values to try for FedAvg"),

@@ -192,6 +192,18 @@ def test_who_is_late_is_left_out() -> None:
     assert [record.simulated_seconds for record in expected.history] == pytest.approx([4.0] * 5, rel=1e-5)
 
 
+def test_y_is_the_mean_of_the_y_i_with_a_deadline() -> None:
+    """Also where clients do a part of their steps, so that not always the same are late, or do not answer."""
+    cost = fadamgc.CostModel(seconds_per_step=(1, 2, 3, 1, 2, 3), down_mbps=1e9, up_mbps=1e9)
+    options = {**RUN, "rounds": 8, "executor": "loop", "local_steps": 8, "dtype": torch.float64, "cost": cost}
+    late = {"deadline": 15.5, "stragglers": 0.5, "dropout": 0.2}
+    run = fadamgc.simulate(fadamgc.FAdamGC(), class_task(EVEN), sampled=5, tracked=3, **late, **options)
+    assert len({record.absent for record in run.history}) > 3
+    y_i = torch.stack([run.clients[i].y for i in range(6)])
+    assert y_i.abs().max() > 1e-4
+    torch.testing.assert_close(run.server.y, y_i.mean(dim=0), rtol=1e-9, atol=1e-12)
+
+
 def test_the_deadline_is_saved_and_priced_again(tmp_path) -> None:
     cost = fadamgc.CostModel(
         seconds_per_step=(1, 1, 5, 1, 1, 5), per_round="slowest", down_mbps=1e9, up_mbps=1e9

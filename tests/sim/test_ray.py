@@ -74,7 +74,9 @@ def case(request, found):
 
 
 def test_every_algorithm(case):
+    """Then one with a schedule, a transform, clipped gradients and clients that do not answer."""
     assert case["differences"] == dict.fromkeys(fadamgc.algorithms(), 0.0)
+    assert (case["training"], case["absent"], case["partial"]) == (0.0, True, True)
 
 
 def test_number_of_actors(case):

@@ -90,6 +90,7 @@ def test_the_same_texts_are_held_out_whatever_the_seed(bases):
 def test_every_value_of_the_column_of_clients_is_a_client(bases, reviews):
     task = task_of(bases, reviews, label="mood", client="user", clients=50)
     assert [len(data) for data in task.samples] == [16, 16, 16]
+    assert [len(data) for data in task.client_test_samples] == [4, 4, 4]
     whole = task_of(bases, reviews, label="mood", client="user", test=None)
     for i, (_, y) in enumerate(whole.pairs):
         assert y.tolist() == NUMBERS[i::3]
@@ -247,6 +248,7 @@ def test_a_section_of_a_file_of_texts(bases, reviews, validation, client):
     assert counts.sum() == 48
     if client:
         assert counts.sum(axis=1).tolist() == [16] * 3
+        assert sum(map(len, task.client_test_samples)) == 12
     assert np.array_equal(task.test_pair[1], build_task(spec, 1, validation).test_pair[1])
 
 

@@ -14,17 +14,22 @@ from fadamgc.data.partition import Partition, dirichlet, iid, natural
 from fadamgc.errors import InputError, finite, listed, not_accepted, shown
 
 Pair = tuple[Tensor, Tensor]
+Tests = list[Subset[Any] | None] | None  # of each client
 STREAM = 0x73706C74  # "splt" in ASCII; no other random numbers use this number with the seed
 
 
 def split(
     X: Any, y: Any, clients: Any, alpha: float | None, test: Any, seed: int, min_size: int
-) -> tuple[list[Subset[Any]], Pair]:
-    """Return the clients' data, rows of the same tensors, and the test data; see ``Task.split``."""
+) -> tuple[list[Subset[Any]], Pair, Tests]:
+    """Return the clients' data, rows of the same tensors, and the test data; see ``Task.split``.
+
+    The third result is the test data of each client, if samples of clients were held out.
+    """
     inputs, targets = _tensor("X", X), _tensor("y", y)
     if len(inputs) != len(targets):
         raise InputError(f"X has {len(inputs)} samples and y {len(targets)}; give one target per sample")
     owner = None if isinstance(clients, (int, np.integer)) else _owner(clients, len(inputs))
+    data, tests = TensorDataset(inputs, targets), None
     rows, held_out = np.arange(len(inputs)), np.arange(0)
     if isinstance(test, (int, float)) and not isinstance(test, bool):
         share = finite("test", test, 0, exclusive=True)
@@ -32,6 +37,8 @@ def split(
             raise not_accepted("test", test, "a share with 0 < share < 1, or a pair of data")
         rows, held_out = hold_out(targets, owner, share, seed)
         test_pair = inputs[held_out], targets[held_out]
+        if owner is not None:
+            tests = client_tests_of(owner[rows], owner[held_out], data, held_out)
     else:
         pair = listed(test)
         if pair is None or len(pair) != 2:
@@ -48,8 +55,27 @@ def split(
         parts = iid(len(rows), clients, seed)
     else:
         raise InputError(f"alpha={alpha} needs labels, whole numbers (n,); omit it for other targets")
-    data = TensorDataset(inputs, targets)
-    return [Subset(data, rows[part].tolist()) for part in parts], test_pair
+    return [Subset(data, rows[part].tolist()) for part in parts], test_pair, tests
+
+
+def client_tests_of(owner: Any, test_owner: Any, data: TensorDataset, rows: Any = None) -> Tests:
+    """Return the test data of each client, in the order of ``natural``: None for a client without any.
+
+    Args:
+        owner: the client of each train sample.
+        test_owner: the client of each test sample; None: not known.
+        data: samples, of which ``rows`` are the test samples (None: all).
+
+    Returns:
+        None if no client has test data.
+    """
+    if owner is None or test_owner is None:
+        return None
+    rows = np.arange(len(test_owner)) if rows is None else rows
+    found = [rows[test_owner == name] for name in np.unique(owner)]
+    if not any(map(len, found)):
+        return None
+    return [Subset(data, part.tolist()) if len(part) else None for part in found]
 
 
 def _tensor(name: str, values: Any) -> Tensor:

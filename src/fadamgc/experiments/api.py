@@ -8,11 +8,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from fadamgc.algorithm import Algorithm, AnyAlgorithm
 from fadamgc.bundle import tensor_bytes
 from fadamgc.errors import InputError, full_name, listed, shown, whole
-from fadamgc.experiments.folder import ExperimentFolder
+from fadamgc.experiments.folder import PARTITION, ExperimentFolder
 from fadamgc.experiments.planned_run import REPORT
+from fadamgc.experiments.report.label_plot import save_label_plot
 from fadamgc.experiments.report.numbers import Results
 from fadamgc.experiments.report.write import write_report
 from fadamgc.experiments.run.runner import Runner, open_folder, run_spec
@@ -21,11 +24,15 @@ from fadamgc.experiments.tune import tune as tune_spec
 from fadamgc.experiments.tune import tuning_plan
 from fadamgc.federation.cost import CostModel
 from fadamgc.federation.run import Run
+from fadamgc.federation.settings import Settings
+from fadamgc.hyperparameters import schedules
 from fadamgc.loading import is_importable, provide
 from fadamgc.methods import algorithm_class, algorithm_name
 from fadamgc.samples import Items
+from fadamgc.schedules import Function, functions_of
 from fadamgc.task import Task
 from fadamgc.tasks.build import completed
+from fadamgc.tasks.own import task_labels
 from fadamgc.tasks.sections import FunctionTask, TaskSpec, task_spec
 from fadamgc.toml import frozen
 from fadamgc.tree import leaves
@@ -93,21 +100,30 @@ def experiment(
         [2, 2]
     """
     out = Path(out)
-    _check_importable(task, methods, whole("workers", workers, 1))
-    section = _task_section(task, options or {}, out.name)
+    _check_importable(task, methods, settings.get("local_steps"), whole("workers", workers, 1))
+    whole("rounds", rounds, 1)
+    if "keep" in settings:
+        raise InputError(
+            f"keep={shown(settings['keep'])} is for one run; give save_models='best' or 'last', and each run "
+            "leaves that model in its folder"
+        )
+    section = completed(_task_section(task, options or {}, out.name))
     seed_list = range(whole("seeds", seeds, 1)) if isinstance(seeds, int) else seeds
     if "local_steps" not in settings and "local_epochs" not in settings:
         settings["local_steps"] = 10
+    if callable(settings.get("local_steps")):
+        settings["local_steps"] = _steps_name(settings["local_steps"], section.clients, rounds)
     run = {"rounds": rounds, "seeds": tuple(seed_list), **settings}
-    spec = Spec(
-        name=_folder_name(out.resolve().name),
-        title=title,
-        task=completed(section),
-        run=RunSpec.from_table(frozen(run), "[run]"),
-        cost=CostSpec(**asdict(cost or CostModel())),
-        tune=None if tune is None else TuneSpec.from_table(frozen(dict(tune)), "[tune]"),
-        methods=tuple(_method(label, algorithm) for label, algorithm in _labelled(methods)),
-    )
+    parts = {
+        "name": _folder_name(out.resolve().name),
+        "title": title,
+        "task": section,
+        "run": RunSpec.from_table(frozen(run), "[run]"),
+        "cost": CostSpec(**asdict(cost or CostModel())),
+        "tune": None if tune is None else TuneSpec.from_table(frozen(dict(tune)), "[tune]"),
+        "methods": tuple(_method(label, algorithm, rounds) for label, algorithm in _labelled(methods)),
+    }
+    spec = Spec.from_table(parts, "")
     folder = ExperimentFolder(out)
     runner = Runner(workers, quiet=not progress, save_models=save_models)
     runner.check(folder.plan(spec))
@@ -161,6 +177,11 @@ def report(
         places[place] = replace(run, settings=settings)
     for place, run in places.items():
         run.save(place, states=False)
+    with_task = next((run for _, run in pairs if run.task is not None), None)
+    labels = None if with_task is None or with_task.task is None else task_labels(with_task.task)
+    if with_task is not None and labels is not None:
+        note = f"{labels.note} (seed {with_task.settings['seed']})"
+        save_label_plot(labels.counts, out / PARTITION, title=note)
     return write_report(out)
 
 
@@ -196,25 +217,57 @@ def _task_section(task: Any, options: Mapping[str, Any], name: str) -> TaskSpec:
         reference = f"{name or 'experiment'}:task_{_digest(task)}"
         provide(reference, lambda: fixed)
     elif callable(task):
-        reference = full_name(task)
-        if not is_importable(task):
-            reference = reference.replace("<", "").replace(">", "").replace(".", "_")
-            provide(reference, task)
+        reference = full_name(task) if is_importable(task) else _provided(task)
     else:
         raise InputError(f"task={shown(task)} is not accepted; give a function that returns a fadamgc.Task")
     return FunctionTask(data=reference, options=frozen(dict(options)))
 
 
-def _check_importable(task: Any, methods: Any, workers: int) -> None:
-    """Refuse several workers if they could not import the task or an algorithm."""
+def _provided(value: Any, values: Sequence[Any] = ()) -> str:
+    """Let this process find an object that is not in a module; return its name, with a digest of values."""
+    name = full_name(value).replace("<", "").replace(">", "").replace(".", "_")
+    if values:
+        name += f"_{hashlib.sha256(repr(values).encode()).hexdigest()[:16]}"
+    provide(name, value)
+    return name
+
+
+def _functions(algorithm: AnyAlgorithm) -> list[Function]:
+    """Return the functions among the schedules of an algorithm."""
+    return [function for schedule in schedules(algorithm).values() for function in functions_of(schedule)]
+
+
+def _provide_schedules(algorithm: AnyAlgorithm, rounds: int) -> None:
+    """Let this process find the schedules of an algorithm that are functions and not in a module.
+
+    Their values are part of their names, so that a run with other values is not taken for the same.
+    """
+    for schedule in _functions(algorithm):
+        if not is_importable(schedule.function):
+            _provided(schedule.function, [schedule.at(t) for t in range(1, rounds + 1)])
+
+
+def _steps_name(function: Any, clients: int, rounds: int) -> str:
+    """Return the name of a function of local steps; if it is not in a module, this process can find it."""
+    if is_importable(function):
+        return full_name(function)
+    settings = Settings.of(rounds=rounds, local_steps=function)
+    some, when = (np.unique(np.linspace(0, n - 1, min(n, 100)).astype(int)) for n in (clients, rounds))
+    return _provided(function, [settings.steps(int(i), 1, int(t) + 1) for t in when for i in some])
+
+
+def _check_importable(task: Any, methods: Any, local_steps: Any, workers: int) -> None:
+    """Refuse several workers if they could not import the task, an algorithm or a function."""
     if workers == 1:
         return
     values = [] if isinstance(task, str | Mapping) else [task]
-    values += [type(algorithm) for _, algorithm in _labelled(methods)]
+    values += [local_steps] if callable(local_steps) else []
+    for _, algorithm in _labelled(methods):
+        values += [type(algorithm), *(schedule.function for schedule in _functions(algorithm))]
     for value in values:
         if not is_importable(value):
             raise InputError(
-                f"workers={workers} needs a task and algorithms that other processes can import, and "
+                f"workers={workers} needs a task, algorithms and functions that other processes can import; "
                 f"{shown(value)} is not in a module; move it into one, or use workers=1"
             )
 
@@ -247,13 +300,11 @@ def _labelled(methods: Any) -> list[tuple[str, AnyAlgorithm]]:
     return pairs
 
 
-def _method(label: str, algorithm: AnyAlgorithm) -> MethodSpec:
+def _method(label: str, algorithm: AnyAlgorithm, rounds: int) -> MethodSpec:
+    _provide_schedules(algorithm, rounds)
     name = algorithm_name(algorithm)
     if ":" not in name and name == type(algorithm).__name__:  # not registered
-        name = full_name(type(algorithm)).replace("<", "").replace(">", "").replace(".", "_")
-        if not is_importable(type(algorithm)):
-            provide(name, type(algorithm))
-        else:
-            name = full_name(type(algorithm))
+        kind = type(algorithm)
+        name = full_name(kind) if is_importable(kind) else _provided(kind)
     algorithm_class(name)
     return MethodSpec(algorithm=name, label=label, hyperparameters=frozen(algorithm.plain()))

@@ -31,6 +31,7 @@ from fadamgc.experiments.spec.toml_io import load_spec
 from fadamgc.federation.run import Run, read_run
 from fadamgc.files import LOCK, lock, make_folder
 from fadamgc.loading import untrusted
+from fadamgc.tasks.sections import FunctionTask, TaskSpec
 
 SPEC = "spec.toml"
 PARTITION = "partition.png"
@@ -222,7 +223,7 @@ class ExperimentFolder:
 
 def _settings(spec: Spec, free: set[str], labels: list[str], tuned: bool) -> dict[str, Any]:
     """List the settings that determine the runs of some methods, without those that may change."""
-    values = {f"[task] {key}": value for key, value in spec.task.model_dump().items()}
+    values = {f"[task] {key}": value for key, value in _task_settings(spec.task).items()}
     values |= {f"[run] {key}": value for key, value in spec.run.model_dump(exclude=free).items()}
     for method in spec.methods:
         if method.label in labels:
@@ -234,6 +235,11 @@ def _settings(spec: Spec, free: set[str], labels: list[str], tuned: bool) -> dic
     return values
 
 
+def _task_settings(task: TaskSpec) -> dict[str, Any]:
+    """List the settings of a task; how the metric of a function's task is called is not one."""
+    return task.model_dump(exclude={"measure"} if isinstance(task, FunctionTask) else set())
+
+
 def _is_leftover(name: str) -> bool:
     """Whether a file is a lock, or was left by a process that was killed before it wrote an experiment."""
     return name in (LOCK, ".writable") or (name.startswith(".") and name.endswith(".tmp"))
@@ -242,7 +248,7 @@ def _is_leftover(name: str) -> bool:
 def _shared_settings(planned: PlannedRun) -> dict[str, Any]:
     """Return the settings that all runs of an experiment share."""
     run = planned.run.model_dump(exclude={"seeds", "tracked"})
-    return {**dict(planned.task), **run, **dict(planned.cost)}
+    return {**_task_settings(planned.task), **run, **dict(planned.cost)}
 
 
 def _differences(a: dict[str, Any], b: dict[str, Any]) -> list[tuple[str, Any, Any]]:

@@ -12,6 +12,7 @@ from fadamgc.bundle import has_bundle
 from fadamgc.errors import CheckpointError
 from fadamgc.escape import printable
 from fadamgc.experiments.spec.sections import CostSpec, MethodSpec, RunSpec, Spec
+from fadamgc.federation.record import BY_CLIENT
 from fadamgc.federation.run import Run, read_run, sound
 from fadamgc.files import as_json, write_atomic
 from fadamgc.tasks.sections import CustomTask, TaskSpec, task_spec
@@ -62,7 +63,7 @@ class PlannedRun:
             shown = {key: printable(value) for key, value in settings.get(REPORT, {}).items()}
             identity = settings.get(IDENTITY)
             if identity is None:
-                measure = "accuracy" if any(r.test_accuracy is not None for r in run.history) else "metric"
+                measure = _measure(run)
                 table = {"data": "custom", "clients": run.clients.n, "measure": shown.get("measure", measure)}
                 shared = set(RunSpec.model_fields) - {"executor", "dtype"}
                 common = {key: value for key, value in settings.items() if key in shared}
@@ -144,12 +145,28 @@ class PlannedRun:
         return bool(_essential(saved) == _essential(self.identity()))
 
 
+def _measure(run: Run) -> str:
+    """Return the name of a run's metric, as far as its records say it."""
+    last = next((r for r in reversed(run.history) if r.test_metric is not None), None)
+    named = [] if last is None else [name for name in last.metrics if not name.startswith(BY_CLIENT)]
+    if named:
+        return printable(named[0])
+    return "accuracy" if any(r.test_accuracy is not None for r in run.history) else "metric"
+
+
 def _essential(identity: Any) -> Any:
     defaults = {name: field.default for name, field in RunSpec.model_fields.items()}
     try:
         method, run = identity["method"], identity["run"]
         values = {key: value for key, value in method["hyperparameters"].items() if value is not None}
         settings = {key: value for key, value in run.items() if value != defaults.get(key)}
-        return identity | {"run": settings, "method": method | {"hyperparameters": values}}
+        task = identity["task"]
+        if ":" in task["data"]:  # a function, of whose metric this is only the name
+            task = {key: value for key, value in task.items() if key != "measure"}
+        return identity | {
+            "task": task,
+            "run": settings,
+            "method": method | {"hyperparameters": values},
+        }
     except (KeyError, TypeError, AttributeError):
         return identity  # not an identity

@@ -25,6 +25,8 @@ from fadamgc.experiments.spec.sections import MethodSpec, Spec, TuneSpec
 from fadamgc.federation.run import Run
 from fadamgc.files import write_atomic
 
+STARTS = 4  # points of each method that Optuna draws at random before it learns from them
+ASKED = 100  # suggestions of Optuna, among which a point is searched that was not tried yet
 AT_ONCE = 2  # points of each method that a race tries with more seeds before it ranks them again
 
 Key: TypeAlias = tuple[str, Values, int]  # label, values, rounds
@@ -66,11 +68,14 @@ def tune(
 
     The search is "full"; or "race", which chooses the same without the runs that can no longer change the
     choice; or "halving": all points for a third of the rounds, and the best third of them for all rounds; or
-    "random": some points of each grid, drawn at random. All methods have the same chances. The arguments are
-    those of ``run_spec``.
+    "random": some points of each grid, drawn at random; or "optuna": some points of each grid, one after the
+    other, that Optuna's TPE suggests after the earlier ones. All methods have the same chances. The arguments
+    are those of ``run_spec``.
     """
     out = Path(out)
     grid = grid_of(spec)
+    if grid.search == "optuna":
+        optuna_module()  # before anything is written
     if runner is None:
         runner = Runner(workers, quiet)
         runner.check(tuning_plan(spec, out))
@@ -88,6 +93,8 @@ def tune(
         points = _halved(grid, pairs, try_points)
     elif grid.search == "race":
         points = _raced(grid, pairs, try_points, least=min(spec.run.eval_every, grid.rounds))
+    elif grid.search == "optuna":
+        points = _suggested(spec, grid, try_points)
     else:
         points = try_points(grid.rounds, pairs, grid.seeds)
     tuned = with_best_steps(spec, points)
@@ -126,6 +133,48 @@ def _raced(grid: TuneSpec, pairs: Grids, try_points: Try, least: int) -> list[Po
         points = try_points(grid.rounds, contenders, grid.seeds[1:])
 
 
+def _suggested(spec: Spec, grid: TuneSpec, try_points: Try) -> list[Point]:
+    """Try points that Optuna suggests, one of each method at a time.
+
+    A suggestion depends on the seed and on the ranks of the points that were tried, so nothing but the runs
+    needs to be saved: a search that is resumed makes the same suggestions.
+    """
+    optuna = optuna_module()
+    points: list[Point] = []
+    for turn in range(grid.points or 0):
+        suggestions: dict[str, list[Values]] = {}
+        for number, method in enumerate(spec.methods):
+            grids = grid.grid_of(method)
+            space = {n: optuna.distributions.IntDistribution(0, len(v) - 1) for n, v in grids.items()}
+            seed = int(np.random.SeedSequence((grid.seeds[0], number, turn)).generate_state(1)[0])
+            sampler = optuna.samplers.TPESampler(n_startup_trials=STARTS, seed=seed)
+            study = optuna.create_study(sampler=sampler)  # minimises
+            ranked = _ranked(points, method.label)
+            for place, point in enumerate(ranked):
+                numbers = {name: grids[name].index(value) for name, value in point.values}
+                trial = optuna.trial.create_trial(params=numbers, distributions=space, value=float(place))
+                study.add_trial(trial)
+            asked = (study.ask(space).params for _ in range(ASKED))
+            found = (tuple((name, grids[name][i]) for name, i in params.items()) for params in asked)
+            new = next((values for values in found if values not in [p.values for p in ranked]), None)
+            suggestions[method.label] = [] if new is None else [new]
+        if any(suggestions.values()):
+            points = try_points(grid.rounds, suggestions, grid.seeds)
+    return points
+
+
+def optuna_module() -> Any:
+    """Import Optuna, which is an optional dependency."""
+    try:
+        import optuna
+    except ImportError as error:
+        raise InputError(
+            "[tune] search='optuna' needs Optuna: pip install 'fadamgc[optuna]'; or give search='random'"
+        ) from error
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    return optuna
+
+
 def _ranked(points: Sequence[Point], label: str) -> list[Point]:
     return sorted((p for p in points if p.label == label), key=Point.rank)
 
@@ -138,13 +187,16 @@ def grid_of(spec: Spec) -> TuneSpec:
 
 
 def points_of(spec: Spec) -> dict[str, list[Values]]:
-    """Return the points of each method's grid, or some of them in a random search."""
+    """Return the points of each method's grid, or some of them in a random search.
+
+    Those of a search with Optuna are not known before; here it has as many points as a random search.
+    """
     grid = grid_of(spec)
     points: dict[str, list[Values]] = {}
     for number, method in enumerate(spec.methods):
         values = grid.grid_of(method)
         grid_points = [tuple(zip(values, point, strict=True)) for point in product(*values.values())]
-        if grid.search == "random" and grid.points is not None and grid.points < len(grid_points):
+        if grid.points is not None and grid.points < len(grid_points):
             random = np.random.default_rng((grid.seeds[0], number))
             chosen = random.choice(len(grid_points), grid.points, replace=False)
             grid_points = [grid_points[i] for i in sorted(chosen)]

@@ -197,11 +197,14 @@ class TaskFunctions:
     ) -> NDArray[np.float64]:
         """Return the metric of the model on each client's data; of several numbers, the first.
 
+        ``clients`` has the data of the task's clients that are evaluated; the value of any other is nan.
         Samples in memory pass the model together, whatever the clients' sizes. ``models`` has the parameters
         and buffers of each client, if they differ.
         """
         metric, values = self.task.metric, []
         seed = torch_seed(seed, EVALUATION, t, 1)
+        if models is not None:
+            models = [models[i] for i in self.task.evaluated]
         for outputs, targets in self._outputs_of_clients(x, buffers, clients, seed, models):
             try:
                 if metric == "loss":
@@ -210,10 +213,13 @@ class TaskFunctions:
                     value = metric(outputs, targets) if callable(metric) else accuracy(outputs, targets)
                 values.append(float(next(iter(value.values())) if isinstance(value, Mapping) else value))
             except Exception as error:
+                client = self.task.evaluated[len(values)]
                 raise InputError(
-                    f"the metric failed on the data of client {len(values)}: {reason(error)}"
+                    f"the metric failed on the data of client {client}: {reason(error)}"
                 ) from error
-        return np.array(values)
+        found = np.full(self.task.n, np.nan)
+        found[self.task.evaluated] = values
+        return found
 
     def _outputs_of_clients(
         self,

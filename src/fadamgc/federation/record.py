@@ -10,6 +10,8 @@ from typing import Any
 from fadamgc.errors import shown, whole
 from fadamgc.federation.cost import WORK_COLUMNS, CostModel, Work
 
+BY_CLIENT = "clients: "  # how the names of numbers over clients begin, see ``metrics.client_metrics``
+
 
 @dataclass(frozen=True)
 class Record:

@@ -56,7 +56,8 @@ class Run:
         cost: the cost model behind ``simulated_seconds``.
         task: the task; None if the run was loaded without it.
         goal: "max" if larger values of the metric are better, "min" if smaller ones are.
-        best: the model of the best round, with ``simulate(keep="best")``; None otherwise.
+        best: round, metric and model of the best round, with ``simulate(keep="best")``, or of an experiment
+            with ``save_models="best"`` (then without the model, which is in a file); None otherwise.
     """
 
     algorithm: AnyAlgorithm | None
@@ -95,7 +96,12 @@ class Run:
         """A copy of the task's module as it was after the best round, with ``simulate(keep="best")``."""
         if self.best is None:
             raise FadamgcError('this run did not keep its best model; run it with keep="best"')
-        return self._module(self.best.x, self.best.buffers)
+        if self.best.x is None:
+            raise FadamgcError(
+                "this run was saved without its states; with save_models='best', or --save-models best, the "
+                "model is model.safetensors in its folder"
+            )
+        return self._module(self.best.x, self.best.buffers or {})
 
     def model_of(self, client: int) -> nn.Module:
         """Return the trained model of one client, with the parameters that stay there (local_parameters)."""
@@ -118,7 +124,9 @@ class Run:
         return module_at(self.task, x, buffers)
 
     def evaluate_clients(self) -> NDArray[np.float64]:
-        """Return the metric of the trained model on the data of each client, its test data if it has them.
+        """Return the metric of the trained model on the test data of each client.
+
+        It is nan for a client without test data. If no client has any, it is that on what they train on.
 
         With ``local_parameters``, each client's model has its own.
         """
@@ -222,10 +230,11 @@ def read_run(folder: Path, task: Task | None = None) -> Run:
         history = [Record.from_json(plain) for plain in body["history"]]
         description = description_of(body)
         if not body["has_states"]:
-            return Run(algorithm, None, ClientStates(body["n"], None), {}, history, task=task, **description)
+            clients, best = ClientStates(body["n"], None), best_of(body, tensors)
+            return Run(algorithm, None, clients, {}, history, task=task, best=best, **description)
         server, initial, buffers = unpack_server(algorithm, body["settings"], tensors)
         if body.get("forgotten", False):
-            clients: ClientStates = ForgottenStates(body["n"], initial, body["participants"])
+            clients = ForgottenStates(body["n"], initial, body["participants"])
         else:
             clients = unpack_clients(body, initial, tensors)
         best = best_of(body, tensors)
@@ -244,13 +253,14 @@ def described(run: Run) -> dict[str, Any]:
 
 
 def best_of(body: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Best | None:
-    """Return the best model in a bundle; None if it has none."""
-    if "best" not in body or "best.x" not in tensors:
+    """Return the best round in a bundle, with its model if it has one; None if it has neither."""
+    if "best" not in body:
         return None
     prefix = "best.buffer."
     buffers = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
     found = body["best"]
-    return Best(whole("round", found["round"], 1), float(found["metric"]), tensors["best.x"], buffers)
+    round, x = whole("round", found["round"], 1), tensors.get("best.x")
+    return Best(round, float(found["metric"]), x, None if x is None else buffers)
 
 
 def description_of(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -273,8 +283,8 @@ def server_tensors(run: Run) -> dict[str, Tensor | LazyTensor]:
         **named_leaves(run.server, "server"),
         **named_leaves(run.clients.initial, "initial"),
         **{f"buffer.{key}": value for key, value in run.buffers.items()},
-        **({} if run.best is None else {"best.x": run.best.x}),
-        **({f"best.buffer.{key}": v for key, v in run.best.buffers.items()} if run.best else {}),
+        **({} if run.best is None or run.best.x is None else {"best.x": run.best.x}),
+        **({f"best.buffer.{key}": v for key, v in (run.best.buffers or {}).items()} if run.best else {}),
     }
 
 

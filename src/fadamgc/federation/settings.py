@@ -12,11 +12,12 @@ import numpy as np
 import torch
 
 from fadamgc.algorithm import AnyAlgorithm
-from fadamgc.errors import InputError, full_name, listed, not_accepted, real, reason, shown, whole
+from fadamgc.errors import InputError, listed, not_accepted, real, reason, shown, whole
 from fadamgc.federation.gradients import GradientOptions
 from fadamgc.federation.sampling import Batches, Draw, draw, draw_part, draw_silent, draw_steps
 from fadamgc.files import as_json
 from fadamgc.grouped import GroupedAlgorithm
+from fadamgc.loading import reference_of
 from fadamgc.samples import DTYPES
 
 StepsOf: TypeAlias = Callable[[int, int], int]  # the local steps of a client in a round
@@ -372,7 +373,7 @@ class Settings:
         """Return the settings that determine the run's numbers, as plain data (not how many rounds)."""
         names = [field.name for field in fields(self) if field.name not in NOT_IDENTITY]
         plain = {name: as_json(getattr(self, name)) for name in names}
-        return {name: full_name(value) if callable(value) else value for name, value in plain.items()}
+        return {name: reference_of(value) if callable(value) else value for name, value in plain.items()}
 
 
 def _number(name: str, value: Any) -> float:

@@ -22,12 +22,15 @@ from fadamgc.task import Task
 
 @dataclass(frozen=True, eq=False)
 class Best:
-    """The model of the round with the best metric, of a run with ``keep="best"``."""
+    """The model of the round with the best metric, of a run with ``keep="best"``.
+
+    x and buffers are None if the run was saved without its states.
+    """
 
     round: int
     metric: float
-    x: Tensor = field(repr=False)
-    buffers: Buffers = field(repr=False)
+    x: Tensor | None = field(default=None, repr=False)
+    buffers: Buffers | None = field(default=None, repr=False)
 
 
 def module_at(task: Task, x: Tensor, buffers: Buffers) -> nn.Module:

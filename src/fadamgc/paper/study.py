@@ -90,10 +90,12 @@ class Study(SavedStudy):
 
 
 def _client_steps(spec: Spec) -> float:
-    """Count the local steps of all clients; an epoch counts as one step."""
+    """Count the local steps of all clients; an epoch counts as one step, as do the steps of a function."""
     run = spec.run
     sampled = run.sampled or spec.task.clients
-    steps = fmean(run.local_steps) if isinstance(run.local_steps, tuple) else run.local_steps or 1
+    steps: float = run.local_steps if isinstance(run.local_steps, int) else 1
+    if isinstance(run.local_steps, tuple):
+        steps = fmean(run.local_steps)
     return len(spec.methods) * len(run.seeds) * run.rounds * sampled * steps
 
 

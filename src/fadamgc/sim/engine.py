@@ -366,17 +366,20 @@ class Engine:
         """Return how the metric on the clients' data is distributed after this round."""
         tests, s, personal = self._task_parts.client_tests, self.settings, self._personal
         assert personal is not None
+        task = self.federation.task
         models = None if s.local_parameters is None else personal.before(state, self._state_of)
         where = (state.server.x, state.buffers, tests, s.seed, self.t + 1)
-        values = self.functions.evaluate_clients(*where, models)
+        values = self.functions.evaluate_clients(*where, models)[task.evaluated]
         records = [(r.sampled, r.absent) for r in self.federation.history]
         records.append((self._draw.sampled, self._absent))
-        seen = {i for sampled, absent in records for i in sampled if i not in absent}
-        goal = str(self.federation.task.goal)
+        trained = {i for sampled, absent in records for i in sampled if i not in absent}
+        seen = [position for position, i in enumerate(task.evaluated) if i in trained]
+        goal = str(task.goal)
         named = client_metrics(values, seen, goal)
         if s.eval_clients == "epoch":
             models = personal.after_epoch(state, self._state_of)
-            after = client_metrics(self.functions.evaluate_clients(*where, models), seen, goal)
+            values = self.functions.evaluate_clients(*where, models)[task.evaluated]
+            after = client_metrics(values, seen, goal)
             named |= {f"{name} after an epoch": value for name, value in after.items()}
         return named
 

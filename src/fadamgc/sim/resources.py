@@ -33,7 +33,7 @@ class TaskParts:
 
     @cached_property
     def client_tests(self) -> ClientTable:
-        """The data on which single clients are evaluated: their test data, or else what they train on."""
+        """The data of ``task.evaluated``: their test data, or else, of all clients, what they train on."""
         f = self.functions
         tests = f.task.client_test_samples
         return self.clients if tests is None else ClientTable(tests, f.dtype, f.device)

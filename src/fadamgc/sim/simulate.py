@@ -78,9 +78,10 @@ def simulate(
             mean of the y_i.
         eval_every: rounds between two evaluations; the last round is always evaluated.
         eval_clients: whether each evaluation also has the metric on every client's data (its test data, if
-            the task has them): "clients: mean", "clients: worst tenth", "clients: spread" and "clients: not
-            yet seen" in ``record.metrics``. "epoch": also that of each client's model after one more local
-            epoch ("clients: mean after an epoch" and so on), which costs an epoch of all clients.
+            the task has them; clients without test data then do not count): "clients: mean", "clients: worst
+            tenth", "clients: spread" and "clients: not yet seen" in ``record.metrics``. "epoch": also that of
+            each client's model after one more local epoch ("clients: mean after an epoch" and so on), which
+            costs an epoch of all clients.
         target: stop as soon as the metric reaches this value.
         on_nonfinite: "error", or "drop" to skip a client whose update is not finite; its state does not
             change and the record names it. In both cases a NonFiniteError ends the run if the server's

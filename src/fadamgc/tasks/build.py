@@ -18,7 +18,7 @@ from torch.utils.data import Subset, TensorDataset
 
 from fadamgc.data import Partition, digits, dirichlet, har, iid, images, natural, shards, texts
 from fadamgc.data.sources import source
-from fadamgc.data.split import hold_out
+from fadamgc.data.split import Tests, client_tests_of, hold_out
 from fadamgc.data.synthetic import Synthetic, linear_regression, quadratics
 from fadamgc.errors import InputError, cut
 from fadamgc.models import ImageInput, cnn1d, convnet, mlp, resnet8, resnet18
@@ -117,7 +117,7 @@ def label_counts(spec: TaskSpec, seed: int) -> Labels | None:
         case TableTask():
             return own.table_labels(spec, seed, partition)
         case FunctionTask():
-            return own.task_labels(spec, seed)
+            return own.task_labels(own.function_task(spec, seed, validation=0.0))
         case HarTask():
             data = har.load()
             parts = natural(data.subject[~data.is_test])
@@ -138,10 +138,18 @@ def _memory_for(setting: str) -> Iterator[None]:
 
 
 def classification(
-    model: nn.Module, x: Tensor, y: Tensor, parts: Iterable[Positions], test: Pair | None, name: str
+    model: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    parts: Iterable[Positions],
+    test: Pair | None,
+    name: str,
+    client_tests: Tests = None,
 ) -> Task:
     """Return the task whose clients have the rows ``parts`` of the inputs x and labels y."""
-    return Task(model, cross_entropy, clients_of(x, y, parts), test, metric="accuracy", name=name)
+    clients = clients_of(x, y, parts)
+    options: dict[str, Any] = {"metric": "accuracy", "name": name, "client_tests": client_tests}
+    return Task(model, cross_entropy, clients, test, **options)
 
 
 def clients_of(x: Tensor, y: Tensor, parts: Iterable[Positions]) -> list[Subset[Any]]:
@@ -223,7 +231,9 @@ def _texts(spec: TextTask, seed: int, validation: float) -> Task:
     held_out = tokens[0][test_rows], labels[test_rows]
     pair = held_out if validation else (tokens[1], torch.from_numpy(sets[1].y))
     name = Path(spec.data).stem if isinstance(spec, TextFileTask) else spec.data
-    return classification(model, tokens[0], labels, parts, pair, name)
+    test_owner = train.rows(test_rows).owner if validation else sets[1].owner
+    tests = client_tests_of(train.rows(rows).owner, test_owner, TensorDataset(*pair))
+    return classification(model, tokens[0], labels, parts, pair, name, tests)
 
 
 def _hold_out_texts(train: texts.Texts, share: float) -> tuple[Positions, Positions]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,11 +18,14 @@ from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.data import Subset, TensorDataset
 
 from fadamgc.data import Partition, natural
+from fadamgc.data.split import client_tests_of
 from fadamgc.errors import InputError, cut, first_line, full_name, nearest, shown
+from fadamgc.flat import Flat
 from fadamgc.loading import find_file, load_object
 from fadamgc.models import mlp
+from fadamgc.random_numbers import reading_at
 from fadamgc.runtime import seeded
-from fadamgc.samples import Pair, Rows, Samples, joined
+from fadamgc.samples import Pair, Rows, Samples, cast, joined, map_tensors
 from fadamgc.task import Task
 from fadamgc.tasks.sections import FunctionTask, TableTask
 
@@ -90,9 +94,8 @@ def _same_test(one: Task, other: Task) -> bool:
     return all(map(torch.equal, first, second))
 
 
-def task_labels(spec: FunctionTask, seed: int) -> Labels | None:
-    """Count the labels of a task's clients; None if its targets are no labels."""
-    task = function_task(spec, seed, validation=0.0)
+def task_labels(task: Task) -> Labels | None:
+    """Count the labels of a task's clients; None if its targets are not labels in memory."""
     if not task.in_memory() or not all(isinstance(data, Rows) for data in task.in_memory()):
         return None
     targets = [y for _, y in task.pairs]
@@ -125,17 +128,50 @@ def held_out(task: Task, share: float) -> Task:
         raise InputError(
             f"validation={share} of the clients' data is less than one sample; the clients are too small"
         )
-    return replace(task, clients=train, test=joined([data for data in test if len(data)]))
+    own_tests = [data if len(data) else None for data in test]
+    held = joined([data for data in test if len(data)])
+    return replace(task, clients=train, test=held, client_tests=own_tests)
+
+
+TRIED = 256  # samples with which a metric is called to learn its name
 
 
 def measure_of(task: Task) -> str:
-    """Return the name of a task's metric."""
-    return task.metric if isinstance(task.metric, str) else full_name(task.metric).rpartition(":")[2]
+    """Return the name of a task's metric: of several named numbers, that of the first."""
+    if isinstance(task.metric, str):
+        return task.metric
+    return _first_name(task) or full_name(task.metric).rpartition(":")[2]
+
+
+def _first_name(task: Task) -> str | None:
+    """Call a metric with some outputs; return the name of its first number, None if it has no names."""
+    samples = task.test_samples or task.samples[int(task.sizes.argmax())]
+    assert callable(task.metric)
+    try:
+        with seeded(0), torch.no_grad(), reading_at(0):
+            module = Flat.of(task.model).copy(task.model).eval()
+            like = next(module.parameters())
+            rows = np.unique(np.linspace(0, len(samples) - 1, TRIED).astype(np.int64))
+            inputs, targets = (
+                map_tensors(partial(cast, dtype=like.dtype, device=like.device), part)
+                for part in samples.batch(rows)
+            )
+            value = task.metric(module(inputs), targets)
+            return str(next(iter(value))) if isinstance(value, Mapping) and value else None
+    except Exception:  # a run says what is wrong with it
+        return None
 
 
 # A table in a file.
 
 MANY_CLASSES = 1000
+
+
+class Columns(NamedTuple):
+    """The features of a train file: those that are numbers, and those that are texts with their values."""
+
+    numbers: tuple[str, ...]
+    texts: dict[str, tuple[str, ...]]
 
 
 class TableData(NamedTuple):
@@ -144,6 +180,7 @@ class TableData(NamedTuple):
     x: NDArray[np.float32]
     y: NDArray[Any]
     owner: NDArray[Any] | None
+    columns: Columns | None = None  # of a file with named columns
 
 
 def table_task(spec: TableTask, seed: int, validation: float, parts: Any) -> Task:
@@ -158,10 +195,14 @@ def table_task(spec: TableTask, seed: int, validation: float, parts: Any) -> Tas
     with seeded(seed):
         model = nn.Sequential(nn.Flatten(), mlp(x[0].numel(), spec.hidden, outputs, seed))
     clients = [Subset(TensorDataset(x, y), r.tolist()) for r in rows]
-    name = Path(spec.data).stem
+    owner, test_owner = (None if part.owner is None else part.owner.astype(str) for part in (train, test))
+    options: dict[str, Any] = {
+        "client_tests": client_tests_of(owner, test_owner, TensorDataset(*test_pair)),
+        "name": Path(spec.data).stem,
+    }
     if spec.kind == "classification":
-        return Task(model, cross_entropy, clients, test_pair, metric="accuracy", name=name)
-    return Task(model, mse_loss, clients, test_pair, metric="loss", name=name)
+        return Task(model, cross_entropy, clients, test_pair, metric="accuracy", **options)
+    return Task(model, mse_loss, clients, test_pair, metric="loss", **options)
 
 
 def table_partition(spec: TableTask, data: TableData, y: Tensor, seed: int, parts: Any) -> Partition:
@@ -183,13 +224,13 @@ def table_labels(spec: TableTask, seed: int, parts: Any) -> Labels | None:
     return Labels(partition.counts(labels), partition.note)
 
 
-def read_table(spec: TableTask, place: str | None = None) -> TableData:
-    """Read the columns of a spec from its file, or from another one with the same columns."""
-    path = find_file(place or spec.data)
+def read_table(spec: TableTask, train: TableData | None = None) -> TableData:
+    """Read the columns of a spec from its file; if the train data are given, from its test file."""
+    path = find_file(spec.data if train is None else str(spec.test))
     try:
         if path.suffix == ".npz":
             with np.load(path, allow_pickle=False) as arrays:
-                return _from_arrays(path, dict(arrays), spec)
+                return _from_arrays(path, dict(arrays), spec, train)
         frame = pd.read_parquet(path) if path.suffix == ".parquet" else pd.read_csv(path)
     except InputError:
         raise
@@ -197,30 +238,41 @@ def read_table(spec: TableTask, place: str | None = None) -> TableData:
         raise InputError("reading parquet files needs pyarrow; pip install 'fadamgc[data]'") from None
     except Exception as error:
         raise InputError(f"{path} cannot be read: {cut(first_line(error))}") from None
-    return _from_frame(path, frame, spec)
+    return _from_frame(path, frame, spec, train)
 
 
-def _from_arrays(path: Path, arrays: Mapping[str, Any], spec: TableTask) -> TableData:
+def _from_arrays(
+    path: Path, arrays: Mapping[str, Any], spec: TableTask, train: TableData | None
+) -> TableData:
     name = spec.features[0] if spec.features else "X"
-    for wanted in filter(None, (name, spec.target, spec.client)):
+    client = None if train is not None and spec.client not in arrays else spec.client
+    for wanted in filter(None, (name, spec.target, client)):
         if wanted not in arrays:
             raise InputError(f"{path}: there is no array {wanted!r}; it has {cut(', '.join(arrays))}")
     x, y = np.asarray(arrays[name], dtype=np.float32), arrays[spec.target]
-    owner = None if spec.client is None else arrays[spec.client]
+    owner = None if client is None else arrays[client]
     lengths = {len(a) for a in (x, y, owner) if a is not None}
     if len(lengths) > 1:
         raise InputError(f"{path}: the arrays have different lengths, {', '.join(map(str, sorted(lengths)))}")
+    if train is not None and x.shape[1:] != train.x.shape[1:]:
+        raise InputError(
+            f"{path}: the rows of {name!r} have the shape {x.shape[1:]}, and {train.x.shape[1:]} in "
+            f"{spec.data}; give a test file with the same features"
+        )
     return TableData(x, y, owner)
 
 
-def _from_frame(path: Path, frame: pd.DataFrame, spec: TableTask) -> TableData:
+def _from_frame(path: Path, frame: pd.DataFrame, spec: TableTask, train: TableData | None) -> TableData:
+    known = None if train is None else train.columns
+    client = None if train is not None and spec.client not in frame.columns else spec.client
     others = [c for c in frame.columns if c not in (spec.target, spec.client)]
-    features = list(spec.features) if spec.features else others
-    for column in filter(None, (spec.target, spec.client, *features)):
+    features = list(spec.features or others) if known is None else [*known.numbers, *known.texts]
+    for column in filter(None, (spec.target, client, *features)):
         if column not in frame.columns:
             has = cut(", ".join(map(str, frame.columns)))
+            also = "" if train is None else f" of {spec.data}"
             raise InputError(
-                f"{path}: there is no column {column!r}{nearest(column, frame.columns)}; it has {has}"
+                f"{path}: there is no column {column!r}{also}{nearest(column, frame.columns)}; it has {has}"
             )
     if not len(frame) or not features:
         raise InputError(f"{path}: there are no {'rows' if features else 'features'} in it")
@@ -228,15 +280,45 @@ def _from_frame(path: Path, frame: pd.DataFrame, spec: TableTask) -> TableData:
         missing = int(frame[column].isna().sum())
         if missing:
             raise InputError(f"{path}: {missing} rows have no value of {column!r}; fill or remove them")
-    x = pd.get_dummies(frame[features], dtype=np.float32)  # texts become one column per value
-    owner = None if spec.client is None else frame[spec.client].to_numpy()
-    return TableData(x.to_numpy(dtype=np.float32), frame[spec.target].to_numpy(), owner)
+    columns = known or _columns(frame[features])
+    owner = None if client is None else frame[client].to_numpy()
+    return TableData(_encoded(path, frame, columns, spec), frame[spec.target].to_numpy(), owner, columns)
+
+
+def _columns(frame: pd.DataFrame) -> Columns:
+    texts = {
+        str(name): tuple(dict.fromkeys(map(str, pd.Categorical(frame[name]).categories)))
+        for name in frame.select_dtypes(["object", "string", "category"])
+    }
+    return Columns(tuple(name for name in frame.columns if name not in texts), texts)
+
+
+def _encoded(path: Path, frame: pd.DataFrame, columns: Columns, spec: TableTask) -> NDArray[np.float32]:
+    """Return the features of each row; a text becomes one column per value in the train file."""
+    for name in columns.numbers:
+        if not pd.api.types.is_numeric_dtype(frame[name]):
+            raise InputError(
+                f"{path}: the column {name!r} has {frame[name].dtype}, such as {shown(frame[name].iloc[0])}, "
+                "and not numbers; change the file, or leave the column out with features = [...]"
+            )
+    parts = [frame[list(columns.numbers)].to_numpy(dtype=np.float32)]
+    for name, values in columns.texts.items():
+        numbers = {value: number for number, value in enumerate(values)}
+        codes = np.array([numbers.get(str(value), -1) for value in frame[name]])
+        if (codes < 0).any():
+            row = int(np.argmin(codes))
+            raise InputError(
+                f"{path}: row {row} has {name}={shown(str(frame[name].iloc[row]))}, which does not occur in "
+                f"{spec.data}; it has {cut(', '.join(values))}: change the file, or add such rows there"
+            )
+        parts.append(np.eye(len(values), dtype=np.float32)[codes])
+    return np.concatenate(parts, axis=1)
 
 
 def _train_and_test(spec: TableTask, validation: float) -> tuple[TableData, TableData, int]:
     """Return train rows, test rows and the number of classes; the same rows are held out in every run."""
     data = read_table(spec)
-    tests = None if isinstance(spec.test, float) else read_table(spec, spec.test)
+    tests = None if isinstance(spec.test, float) else read_table(spec, data)
     classes = 1
     if spec.kind == "classification":
         targets = data.y if tests is None else np.concatenate([data.y, tests.y])
@@ -273,7 +355,8 @@ def _cut(data: TableData, share: float, seed: int) -> tuple[TableData, TableData
         )
 
     def part(rows: NDArray[Any]) -> TableData:
-        return TableData(data.x[rows], data.y[rows], None if data.owner is None else data.owner[rows])
+        owner = None if data.owner is None else data.owner[rows]
+        return TableData(data.x[rows], data.y[rows], owner, data.columns)
 
     return part(~is_test), part(is_test)
 

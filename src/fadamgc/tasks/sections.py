@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias, get_args
 from pydantic import BeforeValidator, Field, model_validator
 
 from fadamgc.errors import InputError, nearest, shown
-from fadamgc.section import Count, Line, NonNegative, Positive, Section
+from fadamgc.section import Count, Line, NonNegative, Positive, Reference, Section
 from fadamgc.toml import frozen
 
 Fraction: TypeAlias = Annotated[float, Field(ge=0, le=1)]
@@ -207,7 +207,7 @@ class FunctionTask(Section):
     It is called as ``make_task(seed=..., validation=..., **options)``, with the arguments that it has.
     """
 
-    data: Annotated[str, Field(pattern=r"^.+:\w+$")]
+    data: Reference
     clients: Annotated[int, Field(ge=0)] = 0  # 0: as many as the task has
     measure: Line | None = None  # name of the metric; None: the task's
     options: dict[str, Any] = Field(default_factory=dict)

@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.utils.data import TensorDataset
 
 from fadamgc.data import dirichlet, iid, natural
 from fadamgc.data.own_texts import SUFFIXES
 from fadamgc.data.sources import SOURCES
+from fadamgc.data.split import client_tests_of
 from fadamgc.data.texts import Texts
 from fadamgc.errors import INT64_MAX, InputError, nearest, not_accepted, shown, whole
 from fadamgc.models import text as models
@@ -103,7 +105,10 @@ def text(
     name = "texts"
     if isinstance(data, (str, Path)):
         name = str(data) if str(data) in SOURCES else Path(data).stem
-    return classification(model, inputs[0], y, parts.indices, test_pair, name)
+    tests = None
+    if found.test is not None and test_pair is not None:
+        tests = client_tests_of(train.owner, found.test.owner, TensorDataset(*test_pair))
+    return classification(model, inputs[0], y, parts.indices, test_pair, name, tests)
 
 
 def _text_data(data: Any, test: Any, options: dict[str, Any]) -> TextData:

@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+from fadamgc import escape
 from fadamgc.errors import InputError
 from fadamgc.experiments.folder import ExperimentFolder, SavedExperiment
 from fadamgc.experiments.points import Point
@@ -312,6 +313,7 @@ def summary_frame(results: Results) -> pd.DataFrame:
     """Tabulate an experiment, one row per method, as in ``results.csv``."""
     import pandas as pd
 
+    further = further_metrics(results)
     lines = [
         {
             "method": row.method.label,
@@ -325,7 +327,32 @@ def summary_frame(results: Results) -> pd.DataFrame:
         }
         for row in results.rows
     ]
+    for name, spreads in further.items():
+        column = escape.csv_cell(name if f"{name}_mean" not in lines[0] else f"metric {name}")
+        for line, row in zip(lines, results.rows, strict=True):
+            spread = spreads[row.method.label]._asdict()
+            line |= {f"{column}_{part}": value for part, value in spread.items()}
     return pd.DataFrame(lines)
+
+
+def further_metrics(results: Results, with_first: bool = False) -> dict[str, dict[str, Spread]]:
+    """Return all named numbers of the last evaluation, by name and method, over seeds.
+
+    Without ``with_first``, the one that is the metric of the experiment is skipped.
+    """
+    last: dict[str, list[dict[str, float]]] = {
+        label: [next((r.metrics for r in reversed(run.history) if r.metrics), {}) for run in runs]
+        for label, runs in results.runs.items()
+    }
+    names = dict.fromkeys(name for of_method in last.values() for named in of_method for name in named)
+    return {
+        name: {
+            label: Spread.of([named[name] for named in of_method if name in named])
+            for label, of_method in last.items()
+        }
+        for name in names
+        if with_first or name != results.spec.task.metric
+    }
 
 
 def _counts(row: Row) -> dict[str, int]:

@@ -33,7 +33,7 @@ from fadamgc.experiments.report.tables import (
 )
 from fadamgc.experiments.report.tuning import LEGEND, tuning_maps
 from fadamgc.federation.cost import PerClient
-from fadamgc.federation.record import Record
+from fadamgc.federation.record import BY_CLIENT, Record
 from fadamgc.federation.run import Run
 from fadamgc.tasks.sections import CustomTask
 
@@ -135,7 +135,7 @@ def _quantities(results: Results) -> dict[str, tuple[str, str]]:
         if finite and any(value != metric_value for value, metric_value in pairs):
             found[name] = (name.replace("_", " "), "logarithmic" if min(finite) > 0 else "linear")
     names = dict.fromkeys(name for record in records for name in record.metrics)
-    by_client = [name for name in names if name.startswith("clients: ")]
+    by_client = [name for name in names if name.startswith(BY_CLIENT)]
     for name in [*by_client, *(name for name in names if name not in by_client)][:MOST_NAMED]:
         share = results.accuracy and name in by_client
         found[f"metrics {name}"] = (printable(name), "share" if share else "linear")

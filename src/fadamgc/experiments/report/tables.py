@@ -193,18 +193,14 @@ FURTHER = "Further metrics at the end, mean ± sample standard deviation over se
 
 def further_table(results: Results) -> Table | None:
     """Tabulate all named numbers of the last evaluation, one row per method; None if there are none."""
-    last: dict[str, list[dict[str, float]]] = {
-        label: [next((r.metrics for r in reversed(run.history) if r.metrics), {}) for run in runs]
-        for label, runs in results.runs.items()
-    }
-    names = list(dict.fromkeys(name for of_method in last.values() for named in of_method for name in named))
-    if not names:
+    found = numbers.further_metrics(results, with_first=True)
+    if not found:
         return None
-    rows = []
-    for label, of_method in last.items():
-        spreads = [Spread.of([named[name] for named in of_method if name in named]) for name in names]
-        rows.append([Cell(printable(label)), *(number(spread, ".3g") for spread in spreads)])
-    return Table(["Method", *map(printable, names)], rows, "l" + "r" * len(names))
+    rows = [
+        [Cell(printable(label)), *(number(spreads[label], ".3g") for spreads in found.values())]
+        for label in results.runs
+    ]
+    return Table(["Method", *map(printable, found)], rows, "l" + "r" * len(found))
 
 
 def caption(results: Results) -> str:
@@ -305,12 +301,20 @@ def summary_markdown(experiments: Experiments, measures: Sequence[str] = TO_TARG
 def summary_latex(
     experiments: Experiments, measures: Sequence[str] = TO_TARGET, precise_minutes: bool = False
 ) -> str:
-    """Render the tables of several experiments as one LaTeX tabular; the last rows are the final metric."""
+    """Render the tables of several experiments as one LaTeX tabular; the last rows are the final metric.
+
+    Below these, a single experiment has its further metrics.
+    """
     lines = []
     for measure in dict.fromkeys((*measures, "final")):
         table = summary_table(experiments, measure, precise_minutes)
         titles = [table.header[0]] + [""] * (len(table.rows) - 1)
         lines += [[Cell(title), *row] for title, row in zip(titles, table.rows, strict=True)]
     labels = numbers.method_labels(experiments)
+    if len(experiments) == 1:
+        name, results = experiments[0].name, experiments[0].results
+        for metric, spreads in numbers.further_metrics(results).items():
+            cells = [number(spreads[label], ".3g") for label in labels]
+            lines.append([Cell(printable(metric)), Cell(name), *cells])
     table = Table(["Measure", "Data", *labels], lines, "ll" + "c" * len(labels))
     return table.to_latex(len(experiments), f"Mean and sample standard deviation. {CLEARLY_BEST}")

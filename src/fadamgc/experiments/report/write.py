@@ -44,12 +44,14 @@ def write_report(folder: str | Path, cost: Mapping[str, Any] = {}, out: str | Pa
 
 
 def check_elsewhere(targets: Iterable[str | Path], sources: Iterable[str | Path]) -> None:
-    """Refuse to write a report over the files of an experiment that it is only to read."""
+    """Refuse to write a report into the folder of an experiment that it is only to read, or below it."""
     read_only = {Path(source).resolve() for source in sources}
     for target in targets:
-        if Path(target).resolve() in read_only:
+        place = Path(target).resolve()
+        if source := next((path for path in (place, *place.parents) if path in read_only), None):
+            where = f"over {str(target)!r}" if source == place else f"to {str(target)!r} in {str(source)!r}"
             raise InputError(
-                f"out: a report would be written over {str(target)!r}, which is only read; give another "
+                f"out: a report would be written {where}, which is only read; give another "
                 "folder, or no folder to write the report of an experiment into its own"
             )
 

@@ -43,6 +43,7 @@ from fadamgc.experiments.planned_run import (
 from fadamgc.federation.run import Run
 from fadamgc.files import remove_leftovers, unwritable
 from fadamgc.grouped import GroupedAlgorithm
+from fadamgc.loading import load_object
 from fadamgc.methods import algorithm_class
 from fadamgc.runtime import device_of, memory, one_thread, pickled
 from fadamgc.samples import tensors_of
@@ -51,7 +52,7 @@ from fadamgc.sim.executors.machine_code import compiler
 from fadamgc.sim.many import run_together
 from fadamgc.sim.resources import Resources
 from fadamgc.sim.simulate import SETTINGS, simulate, start_from
-from fadamgc.stages import stage
+from fadamgc.stages import Warn, showing, stage
 from fadamgc.task import Task
 from fadamgc.tasks.build import build_task
 from fadamgc.tasks.sections import FunctionTask, HarTask, TableTask, TextTask
@@ -63,8 +64,6 @@ log = logging.getLogger("fadamgc")
 CHECKPOINT_EVERY = 25  # rounds that an interrupted run loses at the most
 CACHED = 1 / 8  # share of the memory for the tasks that all processes together keep
 SHARED = (FunctionTask, HarTask, TableTask, TextTask)  # tasks whose data may be large and in no mapped file
-
-Warn = Callable[[str], object]  # shows a warning to the user
 
 
 class DiskSpace(NamedTuple):
@@ -164,7 +163,9 @@ def arguments(planned: PlannedRun, task: Task) -> dict[str, Any]:
     run = planned.run
     if not isinstance(planned.algorithm, GroupedAlgorithm):
         run = run.model_copy(update={"groups": None, "group_rounds": None})
+    steps = run.local_steps
     return {name: getattr(run, name) for name in SETTINGS if name in type(run).model_fields} | {
+        "local_steps": load_object(steps) if isinstance(steps, str) else steps,
         "algorithm": planned.algorithm,
         "task": task,
         "seed": planned.seed,
@@ -236,6 +237,7 @@ def execute(
     try:
         with torch.inference_mode(False), ExitStack() as stack:
             stack.callback(resources.close)
+            stack.enter_context(showing(warn))
             started = []
             for i, planned in enumerate(plan):
                 started.append(_start(planned, tasks.task(planned), partial(callback, i), resources, warn))

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from fadamgc.experiments.planned_run import PlannedRun
-from fadamgc.experiments.run.execution import RunEnd, Warn
-from fadamgc.stages import Hear
+from fadamgc.experiments.run.execution import RunEnd
+from fadamgc.stages import Hear, Warn
 from fadamgc.tasks.sections import ImagesTask, TextTask
 
 TOGETHER = 16  # runs that advance together, at most

@@ -17,7 +17,7 @@ from fadamgc.escape import duration, printable
 from fadamgc.experiments.planned_run import PlannedRun
 from fadamgc.experiments.run.execution import RunEnd
 from fadamgc.experiments.run.listener import Listener, OnEnd, OnRound
-from fadamgc.stages import Hear, SlowStages
+from fadamgc.stages import Hear, SlowStages, Warn
 
 SLOW_STAGE = 5.0  # seconds after which a stage is said without a terminal
 
@@ -32,6 +32,18 @@ def tell(line: str, console: Console) -> None:
     console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
+def _once(show: Warn) -> Warn:
+    """Return a function that shows each message once; several workers may send the same."""
+    shown: set[str] = set()
+
+    def show_new(message: str) -> None:
+        if message not in shown:
+            shown.add(message)
+            show(message)
+
+    return show_new
+
+
 @contextmanager
 def display(plan: Sequence[PlannedRun], quiet: bool, done: int, later: int = 0) -> Iterator[Listener]:
     """Show the progress of runs; ``done`` further runs of the command are done already.
@@ -40,7 +52,7 @@ def display(plan: Sequence[PlannedRun], quiet: bool, done: int, later: int = 0) 
     the whole command.
     """
     console = Console(stderr=True)
-    above_bars = partial(warn, console=console)
+    above_bars = _once(partial(warn, console=console))
     if quiet or not plan:
         yield Listener(lambda _: None, lambda _, __: None, above_bars, lambda _: None)
     elif console.is_terminal:

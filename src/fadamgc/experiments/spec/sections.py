@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Annotated, Any, Literal, Self, TypeAlias, get_args
 
@@ -29,6 +29,7 @@ from fadamgc.section import (
     NonNegative,
     Positive,
     Probability,
+    Reference,
     Section,
     Seeds,
     StepSizes,
@@ -71,7 +72,7 @@ class RunSpec(Section):
     rounds: Count
     sampled: Count | None = None
     tracked: Annotated[int, Field(ge=0)] | None = None
-    local_steps: Count | tuple[Count, ...] | None = None
+    local_steps: Count | tuple[Count, ...] | Reference | None = None  # a function of client and round
     local_epochs: Count | None = None
     batch_size: Count | None = None
     seeds: Seeds = (0, 1, 2, 3)
@@ -108,6 +109,8 @@ class RunSpec(Section):
         """The local steps or epochs, in words."""
         if isinstance(self.local_steps, tuple):
             return f"{min(self.local_steps)} to {max(self.local_steps)} local steps"
+        if isinstance(self.local_steps, str):
+            return f"local steps by {self.local_steps}"
         return f"{self.local_steps} local steps" if self.local_steps else f"{self.local_epochs} local epochs"
 
 
@@ -149,11 +152,11 @@ class TuneSpec(Section):
     eta_g: StepSizes | None = None
     grids: dict[str, Values] = Field(default_factory=dict)
     methods: dict[str, dict[str, Values]] = Field(default_factory=dict)
-    points: Count | None = None  # for search = "random": how many points of each method's grid are tried
+    points: Count | None = None  # for "random" and "optuna": how many points of each grid are tried
     seeds: Seeds = (100, 101)
     rounds: Count
     validation: Annotated[float, Field(ge=0.01, le=0.99)] = 0.25  # fraction of the TRAIN data
-    search: Literal["full", "race", "halving", "random"] = "full"  # see ``tune``
+    search: Literal["full", "race", "halving", "random", "optuna"] = "full"  # see ``tune``
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any], place: str) -> Self:
@@ -169,12 +172,20 @@ class TuneSpec(Section):
 
     @model_validator(mode="after")
     def _check_search(self) -> TuneSpec:
-        if (self.search == "random") != (self.points is not None):
+        if (self.search in ("random", "optuna")) != (self.points is not None):
             raise ValueError(
-                f"search='{self.search}' and points={self.points}: a random search needs the number of "
-                "points, and no other search does"
+                f"search='{self.search}' and points={self.points}: the searches 'random' and 'optuna' need "
+                "the number of points, and no other search does"
             )
         return self
+
+    def for_methods(self, methods: Sequence[MethodSpec]) -> Self:
+        """Return the section without the grids that none of these methods has."""
+        labels = {name for method in methods for name in (method.label, method.algorithm)}
+        settings = {name for method in methods for name in method.setting_names()}
+        grids = {name: grid for name, grid in self.grids.items() if name.partition(".")[0] in settings}
+        of_methods = {name: grid for name, grid in self.methods.items() if name in labels}
+        return self.model_copy(update={"grids": grids, "methods": of_methods})
 
     def names(self) -> set[str]:
         """Return the names of all hyperparameters that are chosen; of a rule's, the name of the rule."""
@@ -316,13 +327,15 @@ class Spec(Section):
         """Replace some values of one section, and check the spec again; None leaves a value as it is."""
         old: Section = getattr(self, section)
         table = old.model_dump(exclude_none=True) | {k: v for k, v in values.items() if v is not None}
-        return Spec(**{**dict(self), section: old.from_table(table, f"[{section}]")})
+        return Spec.from_table({**dict(self), section: old.from_table(table, f"[{section}]")}, "")
 
     def only(self, names: Iterable[str]) -> Spec:
         """Keep some of the methods, named by label or algorithm."""
         wanted: list[MethodSpec] = []
         for name in names:
-            matching = [m for m in self.methods if name.lower() in (m.label.lower(), m.slug, m.algorithm)]
+            matching = [
+                m for m in self.methods if name.lower() in (m.label.lower(), m.slug, m.algorithm.lower())
+            ]
             if not matching:
                 present = [m.algorithm for m in self.methods]
                 raise InputError(
@@ -330,7 +343,9 @@ class Spec(Section):
                     f"it has {', '.join(present)}"
                 )
             wanted += matching
-        return Spec(**{**dict(self), "methods": tuple(m for m in self.methods if m in wanted)})
+        methods = tuple(m for m in self.methods if m in wanted)
+        tune = None if self.tune is None else self.tune.for_methods(methods)
+        return Spec.from_table({**dict(self), "methods": methods, "tune": tune}, "")
 
     def with_steps_of(self, other: Spec) -> Spec:
         """Take the step sizes of methods with the same label from another spec."""

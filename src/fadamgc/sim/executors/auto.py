@@ -15,11 +15,12 @@ from fadamgc.federation.jobs import Job, Round
 from fadamgc.federation.sampling import Batches
 from fadamgc.federation.traits import has_slow_blocks
 from fadamgc.sim.executors.base import Executor, Workload
+from fadamgc.sim.executors.block import UnmappableError
 from fadamgc.sim.executors.loop import LoopExecutor
 from fadamgc.sim.executors.ray_actors import Ray
 from fadamgc.sim.executors.threads import ThreadsExecutor
 from fadamgc.sim.executors.vectorized import VectorizedExecutor
-from fadamgc.stages import stage
+from fadamgc.stages import stage, warning
 
 EXECUTORS = ("loop", "threads", "vectorized", "ray")
 SMALL_MODEL = 1_000_000  # parameters up to which a block of clients may pay on a CPU
@@ -30,6 +31,8 @@ SHORT_STEP = 0.02  # seconds of a step up to which several steps are timed
 ExecutorChoice: TypeAlias = str | Callable[[Workload], Executor]
 
 log = logging.getLogger("fadamgc")
+
+_warned: set[type] = set()  # algorithms whose rules cannot be mapped, of which the user knows
 
 
 def make_executor(choice: ExecutorChoice, workload: Workload, compiled: bool | None = None) -> Executor:
@@ -64,6 +67,13 @@ def choose_executor(workload: Workload, timed: bool = True, compiled: bool | Non
         try:
             options = {} if make is LoopExecutor else {"compile": compiled}
             executor: Executor = make(workload, **options)
+        except UnmappableError as error:
+            if (kind := type(workload.algorithm)) not in _warned:
+                _warned.add(kind)
+                warning(
+                    f"executor='auto' runs {kind.__name__} one client at a time, which is slower: {error}"
+                )
+            continue
         except InputError as error:
             log.info("executor auto: not %s (%s)", make.name, error)
             continue

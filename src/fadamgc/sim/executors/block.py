@@ -152,6 +152,10 @@ class BlockMath:
         return (losses * batch.weight).sum(), buffers
 
 
+class UnmappableError(InputError):
+    """The rules of an algorithm cannot be mapped over clients."""
+
+
 def check_rules(algorithm: AnyAlgorithm) -> None:
     """Refuse an algorithm whose rules cannot be mapped over clients, before the first round."""
     x = torch.zeros(2, 3)
@@ -165,7 +169,7 @@ def check_rules(algorithm: AnyAlgorithm) -> None:
     try:
         vmap(round_of, randomness="error")(x, torch.ones(2), torch.tensor([True, False]))
     except Exception as error:
-        raise InputError(
+        raise UnmappableError(
             f"executor='vectorized' cannot map the rules of {type(algorithm).__name__} over clients: "
             f"{first_line(error)}; see 'Rules' in docs/extending.md, or use executor='loop'"
         ) from error
