@@ -1,11 +1,10 @@
-"""Measurements other than rounds: the machine, starting, scale, memory, sweeps, Ray, commands, small networks."""
+"""Measurements other than rounds: the machine, starting, memory, many runs, Ray, small models."""
 
 from __future__ import annotations
 
 import json
 import os
 import resource
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -191,7 +190,7 @@ def million(quick: bool, rounds: int | None = None) -> Found:
 
 def many(quick: bool) -> Found:
     """Measure many short runs in one call: how memory and time grow with their number."""
-    return {"runs": [_probe("many", runs=runs) for runs in ((20, 100) if quick else (100, 1000))]}
+    return {"runs": [_probe("many", runs=runs) for runs in ((100, 200) if quick else (100, 1000))]}
 
 
 def commands(quick: bool) -> Found:
@@ -227,7 +226,7 @@ def _cpu_of(command: list[str]) -> float:
 
 
 def _first_step(program: list[str], repeats: int) -> Found:
-    """Measure the seconds from a command to the beginning and to the end of the first round, caches filled."""
+    """Measure the seconds from a command to the beginning and the end of the first round, caches filled."""
     if not (data_root() / "cifar10").is_dir():
         return {"not_measured": f"the data root has no cifar10; set {VARIABLE}"}
     study = ["reproduce", "main-cifar10", "--no-tune", "--rounds=1", "--seeds=1", "--workers=1"]

@@ -368,7 +368,7 @@ def many(runs: int, rounds: int = 5) -> dict[str, Any]:
     seconds = time.perf_counter() - began
     if any(len(run.history) != rounds for run in finished):
         raise SystemExit("simulate_many did not run all rounds of all runs")
-    memory = {"rss_before": before, "rss": status()["VmRSS"], "peak_rss": status()["VmHWM"]}
+    memory = {"rss_before": before, "peak_rss": status()["VmHWM"]}
     return {"runs": runs, "rounds": rounds, "seconds": seconds, **memory}
 
 
