@@ -25,6 +25,7 @@ from workloads import OPTIMIZERS, WORKLOADS, Workload
 
 Results = dict[str, Any]
 GROUPS = [workload.name for workload in WORKLOADS.values() if workload.in_groups]
+LEAST_ROUNDS = 20  # of the extra million, to see what grows
 SAME = ("cpu", "cores", "simd", "torch")  # facts of the machine, without which results are not comparable
 
 
@@ -185,6 +186,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that workers are stopped
     options = parse()
     quick = options.quick
+    if options.rounds is not None and options.rounds < LEAST_ROUNDS:
+        sys.exit(f"--rounds={options.rounds} is not accepted; give at least {LEAST_ROUNDS}")
     repeats = options.repeats or (2 if quick else 5)
     workloads = _chosen(options.only or ("digits" if quick else None), GROUPS, "only")
     optimizers = _chosen(options.optimizers, list(OPTIMIZERS), "optimizers")

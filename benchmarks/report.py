@@ -386,8 +386,8 @@ def _many(found: Results) -> str:
     first, last = found["runs"][0], found["runs"][-1]
     more = (last["peak_rss"] - first["peak_rss"]) / (last["runs"] - first["runs"]) / KB
     note = f"Each further run adds {more:.0f} KB to the peak, for its model and its history."
-    rounds = first["rounds"]
-    return f"**Many runs in one call: FAdamGC on digits, {rounds} rounds each**\n\n{markdown(head, rows)}\n\n{note}"
+    title = f"**Many runs in one call: FAdamGC on digits, {first['rounds']} rounds each**"
+    return f"{title}\n\n{markdown(head, rows)}\n\n{note}"
 
 
 def _commands(found: Results) -> str:
