@@ -320,6 +320,23 @@ def traffic(one: Results) -> tuple[float, float]:
     return measured, 4 * one["parameters"] * (one["sampled"] * (3 + 3 + 2) + one["nodes"] * 2)
 
 
+def ray_check(results: Results) -> str:
+    """Return how exact the model of the traffic is, for docs/ray.md; "" if it was not measured."""
+    workloads = results["extras"].get("ray_rounds", {}).get("workloads", {})
+    shares = [f"{measured / model:.3f} ({name})" for name, (measured, model) in _traffics(workloads)]
+    if not shares:
+        return ""
+    return (
+        f"`ray_rounds` of `make bench` has measured {' and '.join(shares)} times the bytes of this model "
+        "([all numbers](../results/benchmarks/table.md))."
+    )
+
+
+def _traffics(workloads: Results) -> Iterator[tuple[str, tuple[float, float]]]:
+    for name, one in workloads.items():
+        yield name, traffic(one)
+
+
 def _ray_sweep(found: Results) -> str:
     pool, ray = (found["systems"][name] for name in ("pool", "ray"))
     ratio, each = ratios(ray, pool), found["runs"] * found["rounds"]
