@@ -137,7 +137,7 @@ def _system(name: str) -> System:
 def ray_rounds(quick: bool) -> Found:
     """Measure rounds on two Ray actors of one thread next to those on two threads, and the bytes moved."""
     found: Found = {"workloads": {}}
-    for name, repeats in (("digits", 2),) if quick else (("cnn", 7), ("resnet18", 3)):
+    for name, repeats in (("digits", 2),) if quick else (("cnn", 7), ("resnet18", 4)):
         workload = WORKLOADS[name]
         commands: dict[str, Command] = {
             which: (_system(which).command(name, "adam"), {})

@@ -1,4 +1,4 @@
-"""The benchmarks' tables have every measurement, and ``bench.py --update`` keeps what is not measured again."""
+"""The tables of benchmarks have every measurement, and ``bench.py --update`` keeps what is not new."""
 
 from __future__ import annotations
 
