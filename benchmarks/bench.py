@@ -118,19 +118,23 @@ def write(results: Results, out: Path) -> None:
     chart(results, out / "chart.png")
 
 
-def saved(new: Results, path: Path) -> Results:
-    """Return the results in a file, to which groups and extras are added; the new ones if there is no file.
+def saved(new: Results, path: Path, groups: bool) -> Results:
+    """Return the results in a file, to which parts are added; the new ones if there is no file.
 
-    Results of another machine, or of small and full measurements, are not mixed.
+    Small and full measurements are not mixed, nor are groups of two machines, because the table compares
+    them. Extras may be of another machine; the table then says which.
     """
     if not path.exists():
         return new
     old: Results = json.loads(path.read_text())
-    facts = [{name: one["machine"][name] for name in SAME} for one in (old, new)]
-    facts = [{**fact, "quick": one["settings"]["quick"]} for fact, one in zip(facts, (old, new), strict=True)]
-    for name, value in facts[0].items():
-        if value != facts[1][name]:
-            sys.exit(f"--update: {path.name} was measured with {name}={value}, now it is {facts[1][name]}")
+    before, now = (
+        {"quick": one["settings"]["quick"]}
+        | ({name: one["machine"][name] for name in SAME} if groups else {})
+        for one in (old, new)
+    )
+    for name, value in before.items():
+        if value != now[name]:
+            sys.exit(f"--update: {path.name} was measured with {name}={value}, now it is {now[name]}")
     return old
 
 
@@ -196,7 +200,7 @@ def main() -> None:
     extras = _chosen(options.extras or default, list(EXTRAS), "extras")
     systems = [s for s in SYSTEMS if s.name in names and workloads]
     began = time.time()
-    origin = {
+    origin: Results = {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "command": shlex.join(_without_folder(["python", *sys.argv])),
     }
@@ -210,7 +214,10 @@ def main() -> None:
         "extras": {},
     }
     if options.update:
-        results = saved(results, options.out / "results.json")
+        machine = results["machine"]
+        results = saved(results, options.out / "results.json", groups=bool(workloads))
+        if any(machine[name] != results["machine"][name] for name in SAME):
+            origin["machine"] = machine
     absent = make_environments(systems)
     for name in workloads:
         for optimizer in optimizers:

@@ -84,8 +84,7 @@ def table(results: Results) -> str:
     """Return all measurements in Markdown."""
     machine, settings = results["machine"], results["settings"]
     parts = [
-        f"{machine['cpu']}, {machine['cores']} cores, {machine['simd']}, torch {machine['torch']}; "
-        f"{results['date']}; {settings['repeats']} interleaved repeats; median (minimum to maximum)."
+        f"{_machine(machine)}; {results['date']}; {settings['repeats']} interleaved repeats; median (minimum to maximum)."
     ]
     parts += [_group_table(group, results) for group in results["groups"]]
     parts += [text for text in (_correction(results), *_extras(results)) if text]
@@ -206,7 +205,13 @@ def _origin(part: Results, results: Results) -> str:
     if part.get("date", results["date"]) == results["date"]:
         return ""
     repeats = f", {part['repeats']} repeats" if "repeats" in part else ""
-    return f"\n\n(Measured {part['date']}{repeats}: `{part['command']}`.)"
+    machine = part.get("machine")
+    where = "" if machine is None else f" on another machine ({_machine(machine)})"
+    return f"\n\n(Measured {part['date']}{where}{repeats}: `{part['command']}`.)"
+
+
+def _machine(machine: Results) -> str:
+    return f"{machine['cpu']}, {machine['cores']} cores, {machine['simd']}, torch {machine['torch']}"
 
 
 def _speed(found: Results) -> str:

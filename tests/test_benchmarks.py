@@ -84,6 +84,8 @@ def test_an_extra_of_another_day_says_so(benchmarks):
     _, _, report = benchmarks
     later = {"not_measured": "why", "date": "2031-01-01", "command": "bench --update"}
     assert "(Measured 2031-01-01: `bench --update`.)" in report.table(results(many=later))
+    later["machine"] = results()["machine"] | {"cores": 7}
+    assert "2031-01-01 on another machine (AMD EPYC, 7 cores," in report.table(results(many=later))
 
 
 def test_update_keeps_other_groups_in_order(benchmarks):
@@ -97,14 +99,16 @@ def test_update_keeps_other_groups_in_order(benchmarks):
     assert kept == [("digits", "adam", 1), ("cnn", "sgd", 2), ("cnn", "adam", 3)]
 
 
-def test_update_refuses_results_of_another_machine(benchmarks, tmp_path):
+def test_update_refuses_groups_of_another_machine(benchmarks, tmp_path):
     bench, _, _ = benchmarks
     old = results()
     path = tmp_path / "results.json"
-    assert bench.saved(old, path) is old
+    assert bench.saved(old, path, groups=True) is old
     path.write_text(json.dumps(old))
-    assert bench.saved(old | {"date": "later"}, path) == old
+    assert bench.saved(old | {"date": "later"}, path, groups=True) == old
+    other = old | {"machine": old["machine"] | {"cores": 3}}
+    assert bench.saved(other, path, groups=False) == old
     with pytest.raises(SystemExit, match="cores=2, now it is 3"):
-        bench.saved(old | {"machine": old["machine"] | {"cores": 3}}, path)
+        bench.saved(other, path, groups=True)
     with pytest.raises(SystemExit, match="quick=False"):
-        bench.saved(old | {"settings": old["settings"] | {"quick": True}}, path)
+        bench.saved(old | {"settings": old["settings"] | {"quick": True}}, path, groups=False)
