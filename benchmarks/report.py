@@ -84,7 +84,8 @@ def table(results: Results) -> str:
     """Return all measurements in Markdown."""
     machine, settings = results["machine"], results["settings"]
     parts = [
-        f"{_machine(machine)}; {results['date']}; {settings['repeats']} interleaved repeats; median (minimum to maximum)."
+        f"{_machine(machine)}; {results['date']}; {settings['repeats']} interleaved repeats; "
+        "median (minimum to maximum)."
     ]
     parts += [_group_table(group, results) for group in results["groups"]]
     parts += [text for text in (_correction(results), *_extras(results)) if text]
