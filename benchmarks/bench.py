@@ -1,6 +1,6 @@
 """The orchestrator: systems take turns of one or a few rounds, so that all are measured under the same load.
 
-python benchmarks/bench.py [--only digits,cnn] [--repeats 5] [--quick] [--out results/benchmarks]
+python benchmarks/bench.py [--only digits,cnn] [--extras sweep] [--update] [--quick] [--out FOLDER]
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import signal
 import sys
 import time
 from contextlib import ExitStack
-from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from environments import NoEnvironmentError, ensure, say
-from extras import EXTRAS, measure
+from extras import EXTRAS, OPTIONAL, measure
 from report import chart, table
-from systems import DISTURBED, SYSTEMS, System, Turn, Worker, WorkerError, run_probe
+from systems import DISTURBED, SYSTEMS, System, Turn, Worker, WorkerError, run_probe, take_turn
 from workloads import OPTIMIZERS, WORKLOADS, Workload
 
 Results = dict[str, Any]
-TRIES = 4  # of a turn that other processes disturb
-PAUSE = 5.0  # seconds before the next try
+GROUPS = [workload.name for workload in WORKLOADS.values() if workload.in_groups]
+LEAST_ROUNDS = 20  # of the extra million, to see what grows
+SAME = ("cpu", "cores", "simd", "torch")  # facts of the machine, without which results are not comparable
 
 
 def measure_group(
@@ -77,26 +77,6 @@ def measure_group(
     }
 
 
-def take_turn(worker: Worker, rounds: int) -> list[Turn]:
-    """Run one turn, again if it was disturbed; only the last try counts.
-
-    A loop on two threads is many times slower when another process uses one of the cores, which would flatter
-    every other system. So a turn is repeated if other processes were busy. The rule looks at the CPU time of
-    other processes, never at the time of the turn, and is the same for all systems. The last try counts in
-    any case, and the table says how many turns were disturbed.
-    """
-    tries: list[Turn] = []
-    for number in range(TRIES):
-        tries.append(worker.go(rounds))
-        if tries[-1].others <= DISTURBED:
-            break
-        say(f"  disturbed: other processes used {tries[-1].others:.2f} cores")
-        if number < TRIES - 1:
-            time.sleep(PAUSE)
-    tries[-1].counts = True
-    return tries
-
-
 def _give_up(entry: Results, error: Exception) -> None:
     entry["not_measured"] = str(error)
     say(f"  not measured: {error}")
@@ -106,7 +86,7 @@ def _entry(worker: Worker, turns: list[Turn]) -> Results:
     ready = {key: value for key, value in worker.ready.items() if key != "ready"}
     return {
         **ready,
-        "turns": [asdict(turn) for turn in turns],
+        "turns": [turn.as_json() for turn in turns],
         "peak_rss": sum(worker.peak.values()),
         "idle_cpu": worker.idle_cpu / worker.idle_seconds if worker.idle_seconds else 0.0,
     }
@@ -138,6 +118,36 @@ def write(results: Results, out: Path) -> None:
     chart(results, out / "chart.png")
 
 
+def saved(new: Results, path: Path, groups: bool) -> Results:
+    """Return the results in a file, to which parts are added; the new ones if there is no file.
+
+    Small and full measurements are not mixed, nor are groups of two machines, because the table compares
+    them. Extras may be of another machine; the table then says which.
+    """
+    if not path.exists():
+        return new
+    old: Results = json.loads(path.read_text())
+    before, now = (
+        {"quick": one["settings"]["quick"]}
+        | ({name: one["machine"][name] for name in SAME} if groups else {})
+        for one in (old, new)
+    )
+    for name, value in before.items():
+        if value != now[name]:
+            sys.exit(f"--update: {path.name} was measured with {name}={value}, now it is {now[name]}")
+    return old
+
+
+def put_group(results: Results, group: Results) -> None:
+    """Replace the group of the same workload and optimizer, or add it in the order of the workloads."""
+
+    def place(group: Results) -> tuple[int, int]:
+        return GROUPS.index(group["workload"]["name"]), OPTIMIZERS.index(group["optimizer"])
+
+    others = [other for other in results["groups"] if place(other) != place(group)]
+    results["groups"] = sorted([*others, group], key=place)
+
+
 def _replace(path: Path, text: str) -> None:
     scratch = path.with_name(path.name + ".new")
     scratch.write_text(text)
@@ -155,12 +165,16 @@ def _chosen(text: str | None, known: list[str], what: str) -> list[str]:
 def parse() -> argparse.Namespace:
     """Read the command line."""
     arguments = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    arguments.add_argument("--only", help=f"workloads, of {','.join(WORKLOADS)}")
+    arguments.add_argument("--only", help=f"workloads, of {','.join(GROUPS)}, or none")
     arguments.add_argument("--optimizers", help=f"of {','.join(OPTIMIZERS)}")
     arguments.add_argument("--systems", help=f"of {','.join(s.name for s in SYSTEMS)}")
-    arguments.add_argument("--extras", help=f"of {','.join(EXTRAS)}, or none")
+    arguments.add_argument("--extras", help=f"of {','.join(EXTRAS)}, or none (all but {','.join(OPTIONAL)})")
     arguments.add_argument("--repeats", type=int, help="turns per system (5; with --quick 2)")
     arguments.add_argument("--quick", action="store_true", help="digits only and small extras: does it work?")
+    arguments.add_argument("--rounds", type=int, help="rounds of the extra million (300; with --quick 20)")
+    arguments.add_argument(
+        "--update", action="store_true", help="keep the saved groups and extras that are not measured now"
+    )
     arguments.add_argument("--out", type=Path, default=Path("results/benchmarks"))
     return arguments.parse_args()
 
@@ -176,35 +190,47 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that workers are stopped
     options = parse()
     quick = options.quick
+    if options.rounds is not None and options.rounds < LEAST_ROUNDS:
+        sys.exit(f"--rounds={options.rounds} is not accepted; give at least {LEAST_ROUNDS}")
     repeats = options.repeats or (2 if quick else 5)
-    workloads = _chosen(options.only or ("digits" if quick else None), list(WORKLOADS), "only")
+    workloads = _chosen(options.only or ("digits" if quick else None), GROUPS, "only")
     optimizers = _chosen(options.optimizers, list(OPTIMIZERS), "optimizers")
     names = _chosen(options.systems, [s.name for s in SYSTEMS], "systems")
-    extras = _chosen(options.extras or ("speed,start" if quick else None), list(EXTRAS), "extras")
-    systems = [s for s in SYSTEMS if s.name in names]
+    default = "speed,start" if quick else ",".join(name for name in EXTRAS if name not in OPTIONAL)
+    extras = _chosen(options.extras or default, list(EXTRAS), "extras")
+    systems = [s for s in SYSTEMS if s.name in names and workloads]
     began = time.time()
-    absent = make_environments(systems)
-    results: Results = {
-        "schema": 1,
+    origin: Results = {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "command": shlex.join(_without_folder(["python", *sys.argv])),
+    }
+    results: Results = {
+        "schema": 1,
+        **origin,
         "settings": {"repeats": repeats, "quick": quick, "disturbed": DISTURBED},
         "machine": run_probe(["machine"]),
         "load_before": os.getloadavg(),
         "groups": [],
         "extras": {},
     }
+    if options.update:
+        machine = results["machine"]
+        results = saved(results, options.out / "results.json", groups=bool(workloads))
+        if any(machine[name] != results["machine"][name] for name in SAME):
+            origin["machine"] = machine
+    absent = make_environments(systems)
     for name in workloads:
         for optimizer in optimizers:
             chosen = [s for s in systems if s.runs(WORKLOADS[name], optimizer)]
             group = measure_group(WORKLOADS[name], optimizer, chosen, absent, repeats)
-            results["groups"].append(group)
+            put_group(results, {**group, **origin, "repeats": repeats})
             write(results, options.out)
     for name in extras:
-        results["extras"][name] = measure(name, quick)
+        results["extras"][name] = {**measure(name, quick, options.rounds), **origin}
         write(results, options.out)
-    results["load_after"] = os.getloadavg()
-    results["minutes"] = (time.time() - began) / 60
+    if results["date"] == origin["date"]:
+        results["load_after"] = os.getloadavg()
+        results["minutes"] = (time.time() - began) / 60
     write(results, options.out)
     print(table(results))
     say(f"{options.out}: results.json, table.md, chart.png")

@@ -16,6 +16,7 @@ ROOT = HERE.parent
 FOLDER = ROOT / ".bench"
 TORCH = "torch==2.13.0"
 RIVALS = ("pfl", "flower")
+FIRST_STEP = "BENCH_FIRST_STEP"  # environment variable that names the file of workers/first_step.py
 
 
 class NoEnvironmentError(RuntimeError):

@@ -13,7 +13,7 @@ from statistics import mean, median
 from typing import Any, NamedTuple
 
 Results = dict[str, Any]
-GB, KB = 2**30, 2**10
+GB, MB, KB = 2**30, 2**20, 2**10
 
 
 class Line(NamedTuple):
@@ -84,8 +84,8 @@ def table(results: Results) -> str:
     """Return all measurements in Markdown."""
     machine, settings = results["machine"], results["settings"]
     parts = [
-        f"{machine['cpu']}, {machine['cores']} cores, {machine['simd']}, torch {machine['torch']}; "
-        f"{results['date']}; {settings['repeats']} interleaved repeats; median (minimum to maximum)."
+        f"{_machine(machine)}; {results['date']}; {settings['repeats']} interleaved repeats; "
+        "median (minimum to maximum)."
     ]
     parts += [_group_table(group, results) for group in results["groups"]]
     parts += [text for text in (_correction(results), *_extras(results)) if text]
@@ -113,10 +113,11 @@ def summary(results: Results) -> str:
         rows.append([f"{group['workload']['name']}, {group['optimizer']}", seconds, *cells])
     kept = [i for i in range(len(columns) + 2) if i < 2 or any(row[i] for row in rows)]
     head = ["Workload", "bare loop, s per round", *columns.values()]
-    machine = results["machine"]
+    machine, settings = results["machine"], results["settings"]
+    repeats = sorted({group.get("repeats", settings["repeats"]) for group in results["groups"]})
     note = (
         f"Rounds per second, relative to a bare PyTorch loop (1.00); higher is faster. Medians of "
-        f"{results['settings']['repeats']} interleaved repeats on {machine['cores']} cores "
+        f"{' or '.join(map(str, repeats))} interleaved repeats on {machine['cores']} cores "
         f"({machine['cpu']}, {machine['simd']}), torch {machine['torch']}."
     )
     return f"{note}\n\n{markdown([head[i] for i in kept], [[row[i] for i in kept] for row in rows])}\n"
@@ -160,7 +161,7 @@ def _group_table(group: Results, results: Results) -> str:
         f"of a core; {disturbed} of the {len(counted)} turns that count were disturbed nevertheless. "
         f"A waiting worker uses at most {idle:.2f} of a core."
     )
-    return f"{title}\n\n{markdown(head, rows)}\n\n{note}"
+    return f"{title}\n\n{markdown(head, rows)}\n\n{note}{_origin(group, results)}"
 
 
 def _share(group: Results, line: Line, results: Results) -> str:
@@ -190,22 +191,28 @@ def _correction(results: Results) -> str:
 
 
 def _extras(results: Results) -> Iterator[str]:
-    writers = {
-        "speed": _speed,
-        "start": _start,
-        "scale": _scale,
-        "memory": _memory,
-        "texts": _texts,
-        "sweep": _sweep,
-    }
     for name, found in results["extras"].items():
         if "not_measured" in found:
-            yield f"{name}: not measured: {found['not_measured']}"
+            yield f"{name}: not measured: {found['not_measured']}{_origin(found, results)}"
             continue
-        text = writers[name](found)
+        text = WRITERS[name](found)
         if found["others"] > results["settings"]["disturbed"]:
             text += f"\n\n(Disturbed: other processes used {found['others']:.2f} cores meanwhile.)"
-        yield text
+        yield text + _origin(found, results)
+
+
+def _origin(part: Results, results: Results) -> str:
+    """Return when and how a group or an extra was measured, if that was later than the first of them."""
+    if part.get("date", results["date"]) == results["date"]:
+        return ""
+    repeats = f", {part['repeats']} repeats" if "repeats" in part else ""
+    machine = part.get("machine")
+    where = "" if machine is None else f" on another machine ({_machine(machine)})"
+    return f"\n\n(Measured {part['date']}{where}{repeats}: `{part['command']}`.)"
+
+
+def _machine(machine: Results) -> str:
+    return f"{machine['cpu']}, {machine['cores']} cores, {machine['simd']}, torch {machine['torch']}"
 
 
 def _speed(found: Results) -> str:
@@ -285,6 +292,206 @@ def _sweep(found: Results) -> str:
         f"{each[0] * 1e3:.1f} ms per round of a run ({bare / each[0]:.1f} times the bare loop's speed); "
         f"in a second call, {each[1] * 1e3:.1f} ms ({bare / each[1]:.1f} times)."
     )
+
+
+def _ray_rounds(found: Results) -> str:
+    rows = []
+    for name, one in found["workloads"].items():
+        threads, ray = (one["systems"][which] for which in ("ours_fadamgc", "ours_fadamgc_ray"))
+        ratio = ratios(ray, threads)
+        moved, model = traffic(one)
+        rows.append(
+            [
+                name,
+                f"{_s(median(per_repeat(threads)))} ({threads['executor']})",
+                _s(median(per_repeat(ray))),
+                f"{median(ratio):.2f} ({min(ratio):.2f} to {max(ratio):.2f})",
+                f"{moved / 1e6:.4g}",
+                f"{moved / model:.3f}",
+            ]
+        )
+    head = ["Workload", "Seconds per round, two threads", "Two actors", "Speed, two threads = 1"]
+    head += ["MB per round through the object store", "Measured / model of docs/ray.md"]
+    return f"**Rounds on Ray: FAdamGC, two actors of one thread on one node**\n\n{markdown(head, rows)}"
+
+
+def traffic(one: Results) -> tuple[float, float]:
+    """Return the bytes of a round of FAdamGC through Ray's object store: measured, and by the model.
+
+    The model counts vectors of d parameters in float32: to an actor three of a client's state, back three of
+    the state and two of the message; and two of the server's message per node. A client that takes part for
+    the first time has equal vectors, which are sent once, so the round with the most bytes counts.
+    """
+    turns = [turn for turn in one["systems"]["ours_fadamgc_ray"]["turns"] if turn["counts"]]
+    measured = max(sum(turn["moved"].values()) / len(turn["seconds"]) for turn in turns)
+    return measured, 4 * one["parameters"] * (one["sampled"] * (3 + 3 + 2) + one["nodes"] * 2)
+
+
+def ray_check(results: Results) -> str:
+    """Return how exact the model of the traffic is, for docs/ray.md; "" if it was not measured."""
+    workloads = results["extras"].get("ray_rounds", {}).get("workloads", {})
+    shares = [f"{measured / model:.3f} ({name})" for name, (measured, model) in _traffics(workloads)]
+    if not shares:
+        return ""
+    return (
+        f"`ray_rounds` of `make bench` has measured {' and '.join(shares)} times the bytes of this model "
+        "([all numbers](../results/benchmarks/table.md))."
+    )
+
+
+def _traffics(workloads: Results) -> Iterator[tuple[str, tuple[float, float]]]:
+    for name, one in workloads.items():
+        yield name, traffic(one)
+
+
+def _ray_sweep(found: Results) -> str:
+    pool, ray = (found["systems"][name] for name in ("pool", "ray"))
+    ratio, each = ratios(ray, pool), found["runs"] * found["rounds"]
+    seconds = [1e3 * median(per_repeat(one)) / each for one in (pool, ray)]
+    start = median(ray["start"]) - median(pool["start"])
+    return (
+        f"Sweep on Ray: {found['runs']} runs of {found['rounds']} rounds of FAdamGC on digits, "
+        f"{found['workers']} workers: {seconds[0]:.2f} ms per round of a run on the process pool, "
+        f"{seconds[1]:.2f} ms on Ray, {median(ratio):.2f} ({min(ratio):.2f} to {max(ratio):.2f}) times the "
+        f"pool's speed. Not included: starting a Ray cluster on this machine, {start:.1f} s."
+    )
+
+
+def _million(found: Results) -> str:
+    rows = []
+    for run in found["runs"]:
+        first, second, *_, before, last = run["windows"]
+        early, late = _growth(first, second), _growth(before, last)
+        rows.append(
+            [
+                run["states"],
+                f"{run['rounds']:,}",
+                f"{run['task_seconds']:.1f}",
+                f"{run['first_round_seconds']:.1f}",
+                f"{second['seconds']:.2f}, {last['seconds']:.2f}",
+                f"{second['computing']:.2f}, {last['computing']:.2f}",
+                f"{second['written'] / MB:.1f}, {last['written'] / MB:.1f}",
+                f"{early[0] / MB:.1f}, {late[0] / MB:.1f}",
+                f"{early[1] / KB:.1f}, {late[1] / KB:.1f}",
+                f"{run['peak_rss'] / GB:.2f}",
+            ]
+        )
+    head = ["Clients' states in", "Rounds", "Task, s", "Start to end of round 1, s"]
+    head += ["Seconds per round with a checkpoint", "of these, the round"]
+    head += ["MB written per checkpoint", "MB of memory per round", "KB per new participant", "Peak GB"]
+    run = found["runs"][0]
+    title = (
+        f"**{run['clients']:,} clients made on demand: FAdamGC, {run['parameters']:,} parameters, "
+        f"S={run['sampled']:,}, K={run['steps']}, batch {run['batch']}, a checkpoint per round** "
+        "(two numbers: early and late; memory without file pages)"
+    )
+    return f"{title}\n\n{markdown(head, rows)}"
+
+
+def _growth(first: Results, last: Results) -> tuple[float, float]:
+    """Return how many bytes of memory a round adds, and a client that takes part for the first time."""
+    grown = last["rss_anon"] - first["rss_anon"]
+    new = last["participants"] - first["participants"]
+    return grown / (last["last_round"] - first["last_round"]), grown / max(1, new)
+
+
+def _many(found: Results) -> str:
+    rows = [
+        [
+            f"{run['runs']:,}",
+            f"{run['seconds']:.1f}",
+            f"{1e3 * run['seconds'] / run['runs']:.1f}",
+            f"{run['rss_before'] / GB:.2f}",
+            f"{run['peak_rss'] / GB:.2f}",
+        ]
+        for run in found["runs"]
+    ]
+    head = ["Runs", "Seconds", "ms per run", "GB before", "Peak GB"]
+    first, last = found["runs"][0], found["runs"][-1]
+    more = (last["peak_rss"] - first["peak_rss"]) / (last["runs"] - first["runs"]) / KB
+    note = f"Each further run adds {more:.0f} KB to the peak, for its model and its history."
+    title = f"**Many runs in one call: FAdamGC on digits, {first['rounds']} rounds each**"
+    return f"{title}\n\n{markdown(head, rows)}\n\n{note}"
+
+
+def _commands(found: Results) -> str:
+    rows = [[f"`{name}`", f"{median(seconds):.2f}"] for name, seconds in found["cpu"].items()]
+    first = found["first_step"]
+    if "not_measured" in first:
+        note = f"First training step of a study: not measured: {first['not_measured']}"
+    else:
+        note = (
+            f"`{first['command']}`, caches filled: training begins {median(first['begin']):.1f} s after the "
+            f"command, and the first round ends after {median(first['end']):.1f} s."
+        )
+    return f"**Commands and imports**\n\n{markdown(['', 'CPU seconds'], rows)}\n\n{note}"
+
+
+def _short_run(found: Results) -> str:
+    rows = []
+    for name, runs in found["runs"].items():
+        chosen = sorted({run["executor"] + ", compiled" * run["compiled"] for run in runs})
+        wall, cpu = (median(run[key] for run in runs) for key in ("seconds", "cpu"))
+        rows.append([name, f"{wall:.2f}", f"{cpu:.2f}", " or ".join(chosen)])
+    run = next(iter(found["runs"].values()))[0]
+    title = (
+        f"**A short run: FAdamGC, {run['rounds']} rounds, K={run['steps']}, S={run['sampled']}, "
+        f"{run['parameters']:,} parameters; a new process each**"
+    )
+    return f"{title}\n\n{markdown(['Executor', 'Seconds', 'CPU seconds', 'Used'], rows)}"
+
+
+def _small_cnn(found: Results) -> str:
+    jobs = found["sampled"] * found["steps"]
+    parts = []
+    for algorithm, systems in found["algorithms"].items():
+        names = list(systems)
+        bare, threads = systems[names[0]], systems["threads"]
+        rows = []
+        for name, one in systems.items():
+            ms = [1e3 * seconds / jobs for seconds in per_repeat(one)]
+            chosen = f" ({one['executor']})" if name == "auto" else ""
+            rows.append(
+                [
+                    f"{algorithm}: {name}{chosen}",
+                    f"{median(ms):.3f} ({min(ms):.3f} to {max(ms):.3f})",
+                    f"{median(ratios(one, bare)):.2f}",
+                    f"{median(ratios(one, threads)):.2f}",
+                ]
+            )
+        head = ["", "ms per client-step", f"Speed, {names[0]} = 1", "Speed, executor threads = 1"]
+        parts.append(markdown(head, rows))
+    title = (
+        f"**A small convolutional network: {found['parameters']:,} parameters, S={found['sampled']}, "
+        f"K={found['steps']}, batch {found['batch']}; executors on two threads**"
+    )
+    return "\n\n".join([title, *parts])
+
+
+def _demo(found: Results) -> str:
+    return (
+        f"A new clone, without caches: cloned in {found['clone_seconds']:.1f} s, installed in "
+        f"{found['install_seconds']:.0f} s; `make demo` has printed its table {found['total_seconds']:.0f} s "
+        "after the start."
+    )
+
+
+WRITERS = {
+    "speed": _speed,
+    "start": _start,
+    "scale": _scale,
+    "memory": _memory,
+    "texts": _texts,
+    "sweep": _sweep,
+    "ray_rounds": _ray_rounds,
+    "ray_sweep": _ray_sweep,
+    "million": _million,
+    "many": _many,
+    "commands": _commands,
+    "short_run": _short_run,
+    "small_cnn": _small_cnn,
+    "demo": _demo,
+}
 
 
 def _s(seconds: float) -> str:

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from fadamgc.models import cnn, mlp, resnet18
+from fadamgc.models import cnn, convnet, mlp, resnet18
 from fadamgc.models.pretrained import load_base
 from fadamgc.models.text import PADDING, TextClassifier
 
@@ -35,6 +35,7 @@ class Workload:
         batch: samples per step.
         turn: rounds per turn; more if a round is short.
         warmup: rounds before the first turn.
+        in_groups: whether all systems are compared on it; else it is for one of the other measurements.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Workload:
     turn: int
     warmup: int
     make_own: Callable[[int], nn.Module] | None = None
+    in_groups: bool = True
 
     @property
     def texts(self) -> bool:
@@ -162,6 +164,20 @@ WORKLOADS = {
             batch=16,
             turn=1,
             warmup=1,
+        ),
+        # The network of the studies at laptop scale, with their number of clients, S, K and batch.
+        Workload(
+            name="convnet",
+            make_model=lambda seed: convnet(side=16, seed=seed),
+            shape=(3, 16, 16),
+            classes=10,
+            clients=100,
+            sampled=10,
+            steps=10,
+            batch=20,
+            turn=10,
+            warmup=3,
+            in_groups=False,
         ),
     )
 }

@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,10 +20,13 @@ import fadamgc
 from fadamgc.algorithm import AnyAlgorithm, example
 from fadamgc.cli.catalogue import FILE, current
 from fadamgc.grouped import GroupedAlgorithm
+from fadamgc.models import cnn, convnet, mlp, resnet18
 from fadamgc.tree import named_leaves
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZE = 1000  # of a model, to tell vectors from single numbers
+RAY_VECTORS = 8  # that Ray moves per client with FAdamGC; see docs/ray.md
+LINK = 1e10  # bits per second
 
 
 def sent(algorithm: AnyAlgorithm) -> tuple[list[str], list[str], list[str]]:
@@ -64,14 +68,42 @@ def traffic() -> str:
     return "\n".join(lines)
 
 
-def bench() -> str:
-    """Return the speeds of the last benchmark."""
+def ray_traffic() -> str:
+    """Return what rounds on Ray move, by the model of docs/ray.md, and how exact the model is if measured."""
+    nets = {
+        "perceptron of the digits": mlp(64, [64], 10, seed=0),
+        "small network for 16 x 16": convnet(side=16, seed=0),
+        "`models.cnn`": cnn(seed=0),
+        "`models.resnet18`": resnet18(seed=0),
+    }
+    head = "| model | parameters | MB per client, FAdamGC | FedAvg | clients per minute, FAdamGC | FedAvg |"
+    rows = [f"{head} GB of states of 1,000 clients, FAdamGC |", "|---|--:|--:|--:|--:|--:|--:|"]
+    for name, net in nets.items():
+        vector = 4 * sum(p.numel() for p in net.parameters())
+        moved = [count * vector for count in (RAY_VECTORS, 1)]
+        cells = [f"{vector // 4:,}", *(f"{size / 1e6:.3g}" for size in moved)]
+        cells += [f"{float(f'{60 * LINK / 8 / size:.3g}'):,.0f}" for size in moved]
+        rows.append(f"| {' | '.join([name, *cells, f'{1000 * 3 * vector / 1e9:.3g}'])} |")
+    measured = _report().ray_check(_benchmarks())
+    return "\n".join([*rows, "", measured or "`ray_rounds` of `make bench` measures these bytes."])
+
+
+def _report() -> Any:
     spec = importlib.util.spec_from_file_location("report", ROOT / "benchmarks" / "report.py")
     assert spec is not None
     assert spec.loader is not None
     report = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(report)
-    text: str = report.summary(json.loads((ROOT / "results/benchmarks/results.json").read_text()))
+    return report
+
+
+def _benchmarks() -> Any:
+    return json.loads((ROOT / "results/benchmarks/results.json").read_text())
+
+
+def bench() -> str:
+    """Return the speeds of the last benchmark."""
+    text: str = _report().summary(_benchmarks())
     return text
 
 
@@ -107,6 +139,7 @@ BLOCKS: dict[str, tuple[Callable[[], str], ...]] = {
     "README.md": (results, algorithms, bench),
     "docs/flower.md": (traffic,),
     "docs/methods.md": (exactness,),
+    "docs/ray.md": (ray_traffic,),
 }
 
 

@@ -66,8 +66,9 @@ def main() -> None:
     """Run rounds when the orchestrator asks for them."""
     arguments = parser(__doc__)
     arguments.add_argument("--channels-last", action="store_true")
+    arguments.add_argument("--threads", type=int, default=THREADS)
     options = arguments.parse_args()
-    torch.set_num_threads(THREADS)
+    torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     workload = WORKLOADS[options.workload]
     system = Bare(workload, options.optimizer, options.channels_last)

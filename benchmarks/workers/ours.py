@@ -7,6 +7,10 @@ from torch.nn.functional import cross_entropy
 
 import fadamgc
 from fadamgc.algorithm import AnyAlgorithm
+from fadamgc.sim.executors import RayExecutor
+from fadamgc.sim.executors.auto import make_executor
+from fadamgc.sim.executors.base import Executor
+from fadamgc.sim.executors.base import Workload as Work
 from workers.protocol import Gate, parser
 from workloads import ETA_L, WORKLOADS, Workload
 
@@ -41,6 +45,14 @@ def main() -> None:
     task = make_task(workload)
     gate = Gate(workload, options.warmup, "fadamgc")
     gate.info["threads"] = torch.get_num_threads()
+
+    def make(work: Work) -> Executor:
+        executor = make_executor(options.executor, work)
+        if isinstance(executor, RayExecutor):
+            gate.moved = lambda: {"sent": executor.sent, "received": executor.received}
+        gate.info["executor"] = executor.name
+        return executor
+
     fadamgc.simulate(
         make_algorithm(options.algorithm, options.optimizer),
         task,
@@ -49,7 +61,7 @@ def main() -> None:
         local_steps=workload.steps,
         batch_size=workload.batch,
         eval_every=FOREVER,
-        executor=options.executor,
+        executor=make,
         progress=False,
         callbacks=[lambda _: not gate.round_done()],
     )

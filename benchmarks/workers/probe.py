@@ -249,37 +249,162 @@ def rules(repeats: int = 30) -> dict[str, Any]:
     return found
 
 
-def sweep(rounds: int, seeds: int = 4, workers: int = 2) -> dict[str, Any]:
+def sweep(rounds: int) -> dict[str, Any]:
     """Measure runs of FAdamGC on digits, seeds times step sizes, in one call; the first of two compiles."""
+    from workers.ours import make_task
+    from workers.sweep import WORKERS, grid, run_all
+    from workloads import WORKLOADS
+
+    task, runs, seconds = make_task(WORKLOADS["digits"]), grid(), []
+    for _ in range(2):
+        began = time.perf_counter()
+        run_all(runs, task, WORKERS, rounds)
+        seconds.append(time.perf_counter() - began)
+    return {"runs": len(runs), "rounds": rounds, "workers": WORKERS, "seconds": seconds}
+
+
+def million(
+    rounds: int,
+    states: str,
+    clients: int = 1_000_000,
+    sampled: int = 1000,
+    steps: int = 5,
+    batch: int = 16,
+    windows: int = 10,
+) -> dict[str, Any]:
+    """Measure FAdamGC on clients that are made on demand, with a checkpoint after every round.
+
+    The rounds are summed up in windows of equal length, because a run may have many of them.
+    """
+    import tempfile
+
+    import torch
+    from torch.nn.functional import cross_entropy
+
     import fadamgc
+    from fadamgc.models import mlp
+    from systems import status
+    from workers.protocol import age
+
+    def make(client: int) -> tuple[torch.Tensor, torch.Tensor]:
+        random = torch.Generator().manual_seed(client)
+        inputs = torch.randn(batch, 64, generator=random)
+        return inputs, torch.randint(10, (batch,), generator=random)
+
+    model = mlp(64, [64], 10, seed=0)
+    began = time.perf_counter()
+    task = fadamgc.Task(model, cross_entropy, fadamgc.LazyClients(clients, make, batch))
+    built = time.perf_counter() - began
+    facts = {"clients": clients, "sampled": sampled, "steps": steps, "batch": batch, "states": states}
+    found: dict[str, Any] = {**facts, "rounds": rounds, "task_seconds": built, "windows": []}
+    ends = [rounds * (i + 1) // windows for i in range(windows)]
+    took_part: set[int] = set()
+    seconds: list[float] = []
+    computing: list[float] = []
+    before = time.perf_counter()
+    written = _written()
+
+    def note(end: fadamgc.RoundEnd) -> None:
+        nonlocal before, written
+        t, now = end.record.round, time.perf_counter()
+        found.setdefault("first_round_seconds", age())
+        took_part.update(end.record.sampled)
+        seconds.append(now - before)
+        computing.append(end.record.wall_seconds)
+        if t in ends:
+            total = _written()
+            window = {"last_round": t, "seconds": median(seconds), "computing": median(computing)}
+            window |= {"written": (total - written) / len(seconds), "rss_anon": status()["RssAnon"]}
+            found["windows"].append({**window, "participants": len(took_part)})
+            written = total
+            seconds.clear()
+            computing.clear()
+        before = time.perf_counter()
+
+    with tempfile.TemporaryDirectory() as folder:
+        fadamgc.simulate(
+            fadamgc.FAdamGC(),
+            task,
+            rounds=rounds,
+            sampled=sampled,
+            local_steps=steps,
+            batch_size=batch,
+            states=states,
+            checkpoint=folder,
+            progress=False,
+            callbacks=[note],
+        )
+    parameters = sum(p.numel() for p in model.parameters())
+    return {**found, "parameters": parameters, "peak_rss": status()["VmHWM"]}
+
+
+def _written() -> int:
+    """Return the bytes that this process has passed to system calls that write."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("wchar")).split()[1])
+
+
+def many(runs: int, rounds: int = 5) -> dict[str, Any]:
+    """Measure the time and the peak memory of many short runs of FAdamGC on digits in one call."""
+    import fadamgc
+    from systems import status
     from workers.ours import FOREVER, make_task
     from workloads import WORKLOADS
 
     workload = WORKLOADS["digits"]
     task = make_task(workload)
-    runs = [
-        {"algorithm": fadamgc.FAdamGC(eta_l=eta_l), "seed": seed}
-        for eta_l in (3e-4, 1e-3, 3e-3, 1e-2)
-        for seed in range(seeds)
-    ]
-    seconds = []
-    for _ in range(2):
-        began = time.perf_counter()
-        finished = fadamgc.simulate_many(
-            runs,
-            task=task,
-            workers=workers,
-            progress=False,
-            rounds=rounds,
-            sampled=workload.sampled,
-            local_steps=workload.steps,
-            batch_size=workload.batch,
-            eval_every=FOREVER,
-        )
-        seconds.append(time.perf_counter() - began)
-        if len(finished) != len(runs) or any(len(run.history) != rounds for run in finished):
-            raise SystemExit("simulate_many did not run all rounds of all runs")
-    return {"runs": len(runs), "rounds": rounds, "workers": workers, "seconds": seconds}
+    before, began = status()["VmRSS"], time.perf_counter()
+    finished = fadamgc.simulate_many(
+        [{"seed": seed} for seed in range(runs)],
+        algorithm=fadamgc.FAdamGC(),
+        task=task,
+        progress=False,
+        rounds=rounds,
+        sampled=workload.sampled,
+        local_steps=workload.steps,
+        batch_size=workload.batch,
+        eval_every=FOREVER,
+    )
+    seconds = time.perf_counter() - began
+    if any(len(run.history) != rounds for run in finished):
+        raise SystemExit("simulate_many did not run all rounds of all runs")
+    memory = {"rss_before": before, "peak_rss": status()["VmHWM"]}
+    return {"runs": runs, "rounds": rounds, "seconds": seconds, **memory}
+
+
+def short_run(executor: str, rounds: int = 250, steps: int = 5, sampled: int = 10) -> dict[str, Any]:
+    """Measure wall and CPU seconds of a short run of FAdamGC on a network of a thousand parameters."""
+    import os
+
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    import fadamgc
+    from fadamgc.models import mlp
+
+    random = torch.Generator().manual_seed(0)
+    inputs = torch.randn(20, 16, 20, generator=random)
+    targets = torch.randint(10, (20, 16), generator=random)
+    model = mlp(20, [32], 10, seed=0)
+    task = fadamgc.Task(model, cross_entropy, list(zip(inputs, targets, strict=True)))
+    algorithm = fadamgc.FAdamGC()
+    began, cpu = time.perf_counter(), sum(os.times()[:4])
+    run = fadamgc.simulate(
+        algorithm,
+        task,
+        rounds=rounds,
+        sampled=sampled,
+        local_steps=steps,
+        batch_size=16,
+        eval_every=rounds,
+        executor=executor,
+        progress=False,
+    )
+    seconds, cpu = time.perf_counter() - began, sum(os.times()[:4]) - cpu
+    found = {"seconds": seconds, "cpu": cpu, "executor": run.settings["executor"]}
+    facts = {"rounds": rounds, "steps": steps, "sampled": sampled}
+    parameters = sum(p.numel() for p in model.parameters())
+    return {**found, **facts, "parameters": parameters, "compiled": run.settings["compiled"]}
 
 
 def machine() -> dict[str, Any]:
@@ -304,7 +429,11 @@ def machine() -> dict[str, Any]:
 
 
 PROBES: dict[str, Callable[..., Any]] = {
-    f.__name__: f for f in (imports, sgemm, flops, scale, memory, texts, steps, rules, sweep, machine)
+    f.__name__: f
+    for f in (
+        *(imports, sgemm, flops, scale, memory, texts, steps, rules, sweep),
+        *(million, many, short_run, machine),
+    )
 }
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import os
 import platform
 import sys
 import time
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import IO, Any
@@ -59,6 +60,8 @@ class Gate:
         self.first = 0.0  # age of the process at the end of its first round
         self.seconds: list[float] = []
         self.info: dict[str, Any] = {}
+        self.moved: Callable[[], dict[str, int]] = dict  # bytes so far, for workers that count them
+        self._moved_before: dict[str, int] = {}
         self.released = time.perf_counter()
 
     def round_done(self) -> bool:
@@ -75,7 +78,10 @@ class Gate:
         return self.left > 0
 
     def _answer(self) -> None:
-        answer: dict[str, Any] = {"seconds": self.seconds}
+        moved = self.moved()
+        since = {name: count - self._moved_before.get(name, 0) for name, count in moved.items()}
+        self._moved_before = moved
+        answer: dict[str, Any] = {"seconds": self.seconds, "moved": since}
         if not self.ready:
             versions = {name: version(name) for name in ("torch", *self.packages)}
             versions["python"] = platform.python_version()
