@@ -72,7 +72,7 @@ class TaskFunctions:
         self.sample = tuple(map_tensors(self._cast, part) for part in (inputs, targets))
         self.test = None if task.test_samples is None else self.data_of(task.test_samples)
         self.module.train()
-        changing = changing_buffers(self.module, self.sample[0])
+        changing = changing_buffers(self.module, self.sample[0], self.device)
         tensors = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
         self.buffers0: Buffers = {n: t.detach().clone() for n, t in tensors.items() if n in changing}
         self.fixed: Buffers = {
@@ -88,10 +88,10 @@ class TaskFunctions:
     def random(self) -> bool:
         """Whether the model draws random numbers while it trains (dropout and the like)."""
         inputs, targets = self.sample
-        with seeded(0), torch.no_grad():
-            before = random_states()
+        with seeded(0, self.device), torch.no_grad():
+            before = random_states(self.device)
             self.loss(self.x0, self.fresh_buffers(), map_tensors(torch.clone, inputs), targets)
-            return not all(map(torch.equal, before, random_states()))
+            return not all(map(torch.equal, before, random_states(self.device)))
 
     def data_of(self, samples: Samples) -> ClientData:
         """Return samples on the device of the model."""
@@ -230,7 +230,7 @@ class TaskFunctions:
                     outputs = self._outputs(*model, data.chunks(CHUNK))
                 yield outputs
             return
-        with seeded(seed):
+        with seeded(seed, self.device):
             output, targets = self._outputs(x, buffers, clients.together().chunks(CHUNK))
         sizes = clients.size.tolist()
         yield from zip(torch.split(output, sizes), torch.split(targets, sizes), strict=True)
@@ -240,7 +240,7 @@ class TaskFunctions:
         """Return the loss on the first test samples; None without test data."""
         if self.test is None:
             return None
-        with torch.random.fork_rng(devices=[]):
+        with seeded(0, self.device):
             return self._test_loss(x, buffers, self.test.chunks(CHUNK, samples))[2]
 
     def _test_loss(

@@ -54,7 +54,7 @@ class TaskParts:
             data = _data_digest(everything, clients.size, f.test)
             rows = torch.linspace(0, everything.size - 1, min(64, everything.size)).long()
             batch = everything.batch(rows.numpy())
-        with seeded(0), torch.no_grad():
+        with seeded(0, f.device), torch.no_grad():
             loss = f.loss(f.x0, f.fresh_buffers(), map_tensors(torch.clone, batch[0]), batch[1])
         return {
             "data": data,
