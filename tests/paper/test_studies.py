@@ -264,8 +264,8 @@ def test_the_paper_scale_starts_stops_and_resumes(folders, tmp_path):
     assert sum(p.numel() for p in task.model.parameters()) == 11_173_962
     whole = simulate(**execution.arguments(job, task), progress=False)
     (tmp_path / "out").mkdir()
-    open_folder(ExperimentFolder(tmp_path / "out"), spec, resume=False, overwrite=False)
-    stop_after(job, rounds=1)
+    with open_folder(ExperimentFolder(tmp_path / "out"), spec, resume=False, overwrite=False):
+        stop_after(job, rounds=1)
     assert (job.folder / "checkpoint").exists()
     assert job.saved() is None
     assert run_spec(spec, tmp_path / "out", workers=1, quiet=True, resume=True) == ()

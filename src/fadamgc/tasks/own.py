@@ -6,10 +6,9 @@ import inspect
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import pandas as pd
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -24,6 +23,9 @@ from fadamgc.runtime import seeded
 from fadamgc.samples import Pair, Rows, Samples, joined
 from fadamgc.task import Task
 from fadamgc.tasks.sections import FunctionTask, TableTask
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 class Labels(NamedTuple):
@@ -190,6 +192,8 @@ def read_table(spec: TableTask, place: str | None = None) -> TableData:
         if path.suffix == ".npz":
             with np.load(path, allow_pickle=False) as arrays:
                 return _from_arrays(path, dict(arrays), spec)
+        import pandas as pd
+
         frame = pd.read_parquet(path) if path.suffix == ".parquet" else pd.read_csv(path)
     except InputError:
         raise
@@ -214,6 +218,8 @@ def _from_arrays(path: Path, arrays: Mapping[str, Any], spec: TableTask) -> Tabl
 
 
 def _from_frame(path: Path, frame: pd.DataFrame, spec: TableTask) -> TableData:
+    import pandas as pd
+
     others = [c for c in frame.columns if c not in (spec.target, spec.client)]
     features = list(spec.features) if spec.features else others
     for column in filter(None, (spec.target, spec.client, *features)):

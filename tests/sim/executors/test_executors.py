@@ -789,3 +789,19 @@ def test_threads_compute_with_one_thread_each():
         pool.shutdown()
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.slow
+def test_a_run_in_threads_imports_neither_the_compiler_nor_pandas():
+    script = """
+import sys
+import torch, fadamgc
+import fadamgc.tasks.build, fadamgc.experiments.tune
+data = [(torch.ones(8, 3), torch.arange(8) % 2)] * 4
+task = fadamgc.Task(torch.nn.Linear(3, 2), torch.nn.functional.cross_entropy, data, data[0])
+fadamgc.simulate(fadamgc.FAdamGC(), task, rounds=2, batch_size=4, executor="threads", progress=False)
+loaded = {"torch._dynamo", "pandas", "pyarrow", "matplotlib"} & set(sys.modules)
+assert not loaded, loaded
+"""
+    environment = os.environ | {"PYTHONPATH": str(Path(fadamgc.__file__).parents[1])}
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120, env=environment)
