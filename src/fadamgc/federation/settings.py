@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from fadamgc.algorithm import AnyAlgorithm
 from fadamgc.errors import InputError, full_name, listed, not_accepted, real, reason, shown, whole
@@ -20,6 +21,7 @@ from fadamgc.grouped import GroupedAlgorithm
 from fadamgc.samples import DTYPES
 
 StepsOf: TypeAlias = Callable[[int, int], int]  # the local steps of a client in a round
+Sizes: TypeAlias = Sequence[int] | NDArray[np.int64]  # the samples of each client
 
 LARGEST_COUNT = 2**53  # rounds, clients, steps, samples: they are also counted in floats
 LARGEST_SEED = 2**128 - 1
@@ -152,7 +154,7 @@ class Settings:
             accepted = "a type of floating-point numbers such as torch.float32, of at least 16 bits"
             raise not_accepted("dtype", dtype, accepted)
 
-    def check(self, n: int, sizes: Sequence[int], algorithm: AnyAlgorithm) -> None:
+    def check(self, n: int, sizes: Sizes, algorithm: AnyAlgorithm) -> None:
         """Refuse settings that do not fit the task or the algorithm."""
         S, tracked = self._numbers_drawn(n)
         if n < S:
@@ -261,7 +263,7 @@ class Settings:
         parts = np.array_split(np.arange(n), self.groups or 1)
         return tuple(tuple(part.tolist()) for part in parts)
 
-    def _check_full_participation(self, n: int, sizes: Sequence[int], name: str) -> None:
+    def _check_full_participation(self, n: int, sizes: Sizes, name: str) -> None:
         draws = [self._numbers_drawn(n)]
         if self.schedule is not None:
             draws = [(len(sampled), len(tracked)) for sampled, tracked in self.schedule[: self.rounds]]
@@ -271,7 +273,7 @@ class Settings:
                     f"{name} needs all {n} clients sampled and tracked in every round; "
                     f"round {t} has sampled={sampled}, tracked={tracked}"
                 )
-        if len(set(self.planned_steps(sizes))) > 1 or callable(self.local_steps):
+        if len(self.planned_steps(sizes)) > 1 or callable(self.local_steps):
             raise InputError(
                 f"{name} needs the same number of local steps at every client; use local_steps=10"
             )
@@ -326,11 +328,20 @@ class Settings:
                 f"local_steps={shown(function)} failed for client {client} in round {t}: {reason(error)}"
             ) from error
 
-    def planned_steps(self, sizes: Sequence[int], coin: float | None = None) -> list[int]:
-        """Return the number of local steps of each client, if all do all of them (the mean, with a coin)."""
+    def planned_steps(self, sizes: Sizes, coin: float | None = None) -> set[int]:
+        """Return the numbers of local steps that clients do, if all do all of them (the mean, with a coin).
+
+        ``sizes`` are the numbers of samples of all clients.
+        """
         if coin is not None:
-            return [round(1 / coin)] * len(sizes)
-        return [self._all_steps(i, int(samples), 1) for i, samples in enumerate(sizes)]
+            return {round(1 / coin)}
+        if callable(self.local_steps):
+            return {self._all_steps(i, int(samples), 1) for i, samples in enumerate(sizes)}
+        if isinstance(self.local_steps, tuple):
+            return set(self.local_steps)
+        if self.local_steps is not None:
+            return {self.local_steps}
+        return {self._all_steps(0, int(samples), 1) for samples in np.unique(np.asarray(sizes))}
 
     def silent(self, t: int, sampled: Sequence[int]) -> tuple[int, ...]:
         """Return who of the sampled clients does not answer in round t."""

@@ -190,7 +190,7 @@ def start(
         raise InputError("keep='best' without test data; give the task a test set")
     if settings.target is not None and task.test is None:
         raise InputError(f"target={shown(settings.target)} without test data; give the task a test set")
-    settings.check(task.n, task.sizes.tolist(), algorithm.at(1))
+    settings.check(task.n, task.sizes, algorithm.at(1))
     return Engine(algorithm, task, settings, options, resources)
 
 
