@@ -23,7 +23,7 @@ def record(sampled, tracked=(), work=()):
     "numbers", [(), (3,), (HUGE,), (4, 4, 4), (1, 5, 7), (1, 2**33), (0, 1, HUGE), tuple(range(1000))]
 )
 def test_a_record_gives_the_numbers_that_it_got(numbers):
-    work = Work(numbers, numbers, (5,) * len(numbers), numbers, deadline=2.0)
+    work = Work(tuple(range(len(numbers))), numbers, (5,) * len(numbers), numbers, deadline=2.0)
     made = record(numbers, list(numbers), (work, work._replace(link="group")))
     assert (made.sampled, made.tracked, made.dropped) == (numbers, numbers, ())
     assert made.work == (work, work._replace(link="group"))

@@ -37,6 +37,7 @@ class _Columns:
         return self.unpacked(record.__dict__[self.name])
 
     def __set__(self, record: Any, value: Any) -> None:
+        value = () if value is self else value  # dataclasses give the descriptor for a missing argument
         record.__dict__[self.name] = self.packed(value, list(_arrays(record)))
 
     def packed(self, value: Any, known: Sequence[array[int]]) -> Any:
