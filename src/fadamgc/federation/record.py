@@ -18,7 +18,7 @@ class Repeated(NamedTuple):
     """A column of equal numbers, in memory."""
 
     number: int
-    count: int
+    times: int
 
 
 class _Columns:
@@ -78,7 +78,7 @@ def _pack(column: Sequence[int], known: Sequence[array[int]]) -> Packed:
 
 
 def _unpack(column: Packed) -> tuple[int, ...]:
-    return (column.number,) * column.count if isinstance(column, Repeated) else tuple(column)
+    return (column.number,) * column.times if isinstance(column, Repeated) else tuple(column)
 
 
 def _arrays(record: Any) -> Iterator[array[int]]:
