@@ -1,8 +1,8 @@
 """Two devices that are not the CPU, on a machine that has no others: "pretend:0" and "pretend:1".
 
-Their tensors keep their numbers in the memory of the CPU, and every operation refuses tensors of two devices,
+Their tensors keep their numbers in the memory of the CPU. Every operation refuses tensors of two devices,
 as a GPU would. Each device has its own random numbers. The current device is always the first one.
-``install`` changes torch for the whole process: tests run it in another process (``tests/sim/test_other_device.py``).
+``install`` changes torch for the whole process: tests run it in another process.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from fadamgc.federation.functions import TaskFunctions
 from fadamgc.federation.traits import same_model
 from fadamgc.models import cnn, resnet18
 from fadamgc.runtime import single_threads
-from fadamgc.sim.executors import ThreadsExecutor, VectorizedExecutor, auto, threads
+from fadamgc.sim.executors import ThreadsExecutor, VectorizedExecutor, auto, threads, vectorized
 from fadamgc.sim.executors import inplace as rules
 from fadamgc.sim.executors import machine_code as native
 from fadamgc.sim.executors.machine_code import compiled
@@ -118,6 +118,59 @@ def test_compiled_blocks_of_any_size_give_the_same_bits():
     for run in runs[1:]:
         assert torch.equal(run.x, runs[0].x)
         assert run.history == runs[0].history
+
+
+class Interpreted:
+    """Takes the place of machine code: runs the recorded graph part by part."""
+
+    def __init__(self, graph, _):
+        self.graph = graph
+
+    def repeat(self, fixed, state, series, parts, threads):
+        clients = len(state[0]) // parts
+        for first in range(0, len(state[0]), clients):
+            rows = slice(first, first + clients)
+            for k in range(len(series[0])):
+                self.graph(*fixed, *(t[rows] for t in state), *(t[k, rows] for t in series))
+
+
+def check_convolutions(name, monkeypatch):
+    """Compare compiled blocks of convolutions with the loop, and with blocks of other sizes."""
+    algo = REPRESENTATIVES[name]
+    torch.manual_seed(0)
+    convolution = nn.Conv2d(3, 2, 3, stride=2, padding=1)
+    module = nn.Sequential(convolution, nn.ReLU(), nn.Flatten(), nn.Linear(32, 10)).double()
+    task = fadamgc.Task(module, F.cross_entropy, pictures(), pictures()[0])
+    options = settings_for(algo, task.n) | {"batch_size": 4, "seed": 1}
+    loop = simulate(algo, task, executor="loop", **options)
+    runs = []
+    for workers, block in ((1, None), (2, None), (2, 1), (1, 1)):
+        monkeypatch.setattr(torch, "get_num_threads", lambda workers=workers: workers)
+        make = partial(VectorizedExecutor, block=block, compile=True)
+        runs.append(simulate(algo, task, executor=make, **options))
+    assert all(run.settings["compiled"] for run in runs)
+    assert torch.allclose(runs[0].x, loop.x, rtol=1e-9, atol=1e-12)
+    for run in runs[1:]:
+        assert torch.equal(run.x, runs[0].x)
+        assert run.history == runs[0].history
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REPRESENTATIVES)
+def test_convolutions_in_parts_of_one_client_are_the_loop(name, monkeypatch):
+    parts = []
+    monkeypatch.setattr(vectorized, "compiled", Interpreted)
+    monkeypatch.setattr(vectorized, "compiler", lambda: "a compiler")
+    repeat = Interpreted.repeat
+    monkeypatch.setattr(Interpreted, "repeat", lambda *a: parts.append(len(a[2][0]) // a[4]) or repeat(*a))
+    check_convolutions(name, monkeypatch)
+    assert set(parts) == {1}
+
+
+@needs_compiler
+def test_compiled_convolutions_are_the_loop(tmp_path, monkeypatch):
+    monkeypatch.setenv("FADAMGC_CACHE", str(tmp_path))
+    check_convolutions("fadamgc", monkeypatch)
 
 
 @needs_compiler

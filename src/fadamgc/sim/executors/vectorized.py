@@ -8,6 +8,9 @@ whose batches have the same sizes share a block.
 A whole local step (gradient, the algorithm's rules, update) is one graph, compiled if that pays. The result
 of a client depends neither on the other clients of its block nor on the size of the block. A block is cut
 into equal *parts*, one per thread; compiled code is for the clients of one part.
+
+Convolutions gain nothing from a batch over clients, so with them a part is one client. Compiled code still
+saves Python's work between the operations, and threads do not wait for Python's lock.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from torch import Tensor
 
 from fadamgc.errors import FadamgcError, InputError, whole
 from fadamgc.federation.jobs import Job, Result
-from fadamgc.federation.traits import check_batchable, is_samplewise
+from fadamgc.federation.traits import check_batchable, has_slow_blocks, is_samplewise
 from fadamgc.runtime import one_thread
 from fadamgc.sim.executors.base import Workload
 from fadamgc.sim.executors.block import (
@@ -82,6 +85,7 @@ class VectorizedExecutor:
         compile = compile and not self._kinds.changes(workload.algorithm, workload.varying)
         self.compiled = compile and compiler() is not None  # whether steps are machine code
         self.threads = torch.get_num_threads() if self.compiled else 1
+        self._single = self.compiled and has_slow_blocks(functions.module)  # parts of one client
         self._graphs: dict[Any, Any] = {}
         self._part_sizes: set[int] = set()  # for which there is compiled code
 
@@ -90,9 +94,12 @@ class VectorizedExecutor:
         for group in self._groups(jobs):
             part = self._part_size(len(group))
             size = part * self.threads
+            if self._single:
+                size = -(-len(group) // -(-len(group) // (self.block * self.threads)))
             for first in range(0, len(group), size):
                 block = group[first : first + size]
                 filled = block + block[-1:] * (-len(block) % part)  # equal parts, so no new graph
+                filled += block * (len(filled) == 1)  # rules for one client would be other code
                 try:
                     with one_thread():
                         results = self._run_block(filled, part)[: len(block)]
@@ -116,9 +123,11 @@ class VectorizedExecutor:
     def _part_size(self, clients: int) -> int:
         """Return the number of clients in a part, such that a group needs few blocks of equal parts.
 
-        It is at least two, since a step for one client would be other code. Compiled code for another number
-        is used if that wastes little.
+        It is at least two, since a step for one client would be other code, or always one. Compiled code for
+        another number is used if that wastes little.
         """
+        if self._single:
+            return 1
         blocks = -(-clients // (self.block * self.threads))
         size = max(2, -(-clients // (blocks * self.threads)))
         if self.compiled:
@@ -170,7 +179,7 @@ class VectorizedExecutor:
             if code is not None:
                 fixed, *others = inputs
                 parts = len(progress.x) // part
-                code.repeat(leaves(fixed), [*leaves(others), *leaves(progress)], series, parts, threads=parts)
+                code.repeat(leaves(fixed), [*leaves(others), *leaves(progress)], series, parts, self.threads)
                 return progress
         graph = self._cached(
             ("step", kind.description, len(progress.x), *shapes),
@@ -200,8 +209,11 @@ class VectorizedExecutor:
         return code
 
     def _once(self, stage: Callable[..., Any], kind: Kind, *arguments: Any) -> Any:
-        """Run a stage that happens once per round; it becomes a graph in long runs only."""
-        if not self.compiled:
+        """Run a stage that happens once per round; it becomes a graph in long runs only.
+
+        With parts of one client, blocks may have any size, and a graph for each size would not pay.
+        """
+        if not self.compiled or self._single:
             return stage(*arguments)
         key = (stage.__name__, kind.description, len(arguments[0].down.x))
         graph, like = self._cached(key, lambda: (_recorded(stage, arguments), skeleton(stage(*arguments))))
