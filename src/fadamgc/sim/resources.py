@@ -93,9 +93,13 @@ def _data_digest(clients: ClientData, size: NDArray[Any], test: ClientData | Non
 
 
 class Resources:
-    """Makes functions, data tables and executors for runs; equal runs share them."""
+    """Makes functions, data tables and executors for runs; equal runs share them.
 
-    def __init__(self) -> None:
+    ``runs`` is how many runs are expected.
+    """
+
+    def __init__(self, runs: int = 1) -> None:
+        self.runs = runs
         self._tasks: list[tuple[Task, Any, TaskParts]] = []
         self._executors: list[tuple[Any, Workload, Executor]] = []
 
@@ -123,7 +127,7 @@ class Resources:
                 batch = together.batch(np.arange(min(8, together.size)))
             if same_model(other.functions, workload.functions, *batch):
                 return executor
-        executor = make_executor(choice, workload, compiled)
+        executor = make_executor(choice, workload, compiled, self.runs)
         self._executors.append((kind, workload, executor))
         return executor
 

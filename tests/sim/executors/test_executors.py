@@ -123,7 +123,7 @@ def test_compiled_blocks_of_any_size_give_the_same_bits():
 class Interpreted:
     """Takes the place of machine code: runs the recorded graph part by part."""
 
-    def __init__(self, graph, _):
+    def __init__(self, graph, *_):
         self.graph = graph
 
     def repeat(self, fixed, state, series, parts, threads):
@@ -758,6 +758,9 @@ def test_an_error_in_a_thread_names_the_client_and_stops_the_others():
 # The choice
 
 
+made = auto._made
+
+
 def chosen(monkeypatch, seconds, task, **options):
     monkeypatch.setattr(auto, "LONG_RUN", 0)
     monkeypatch.setattr(auto, "_step_seconds", lambda executor, *_: seconds[executor.name])
@@ -784,6 +787,75 @@ def test_auto_times_what_can_run(monkeypatch, caplog):
     assert "loop" in caplog.text
     assert "threads" in caplog.text
     assert "vectorized" not in caplog.text
+
+
+@pytest.mark.parametrize(("expected_saving", "runs"), [(0.9, 1), (1.1, 1), (0.4, 2), (0.6, 2)])
+def test_auto_compiles_if_that_is_expected_to_save_more_than_it_costs(monkeypatch, expected_saving, runs):
+    tried = []
+    monkeypatch.setattr(auto, "_try_compiled", lambda *_: tried.append(True))
+    client_steps, step = 2 * 4 * 3, 1e-3
+    monkeypatch.setattr(auto, "COMPILING", client_steps * step / 2 / expected_saving)
+    seconds = {"vectorized": step, "loop": 2 * step, "threads": 2 * step}
+    monkeypatch.setattr(auto, "LONG_RUN", 0)
+    monkeypatch.setattr(auto, "_step_seconds", lambda executor, *_: seconds[executor.name])
+    many = [{"algorithm": fadamgc.FedAvg(), "seed": seed} for seed in range(runs)]
+    fadamgc.simulate_many(many, task=class_task(), progress=False, **FEW)
+    assert tried == [True] * (expected_saving * runs > 1)
+
+
+def test_auto_times_code_that_is_kept_and_compiles_none(monkeypatch):
+    asked = []
+    monkeypatch.setattr(auto, "LONG_RUN", 0)
+    monkeypatch.setattr(vectorized, "compiler", lambda: "a compiler")
+    monkeypatch.setattr(vectorized, "compiled", lambda _, __, kept_only: asked.append(kept_only))
+    run = simulate(fadamgc.FedAvg(), class_task(EVEN), executor="auto")
+    assert asked == [True]
+    assert not run.settings["compiled"]
+
+
+def test_code_that_is_not_kept_is_not_compiled(tmp_path, monkeypatch):
+    monkeypatch.setenv("FADAMGC_CACHE", str(tmp_path))
+    monkeypatch.setattr(native, "_codes", {})
+    monkeypatch.setattr(native, "_compile", lambda *_: "code")
+    step, arguments = step_with_series()
+    graph = record(step, arguments)
+    if native.compiler() is None:
+        pytest.skip("no C++ compiler")
+    assert compiled(graph, arguments, kept_only=True) is None
+    assert native._codes == {}
+
+
+def test_auto_compiles_small_convolutions_and_a_resumed_run_does_as_before(tmp_path, monkeypatch):
+    monkeypatch.setattr(auto, "LONG_RUN", 0)
+    monkeypatch.setattr(auto, "COMPILING", 1e-6)
+    monkeypatch.setattr(vectorized, "compiled", Interpreted)
+    monkeypatch.setattr(vectorized, "compiler", lambda: "a compiler")
+    seconds = {"threads": 2e-3, "loop": 2e-3, "vectorized": 1e-3}
+    monkeypatch.setattr(auto, "_step_seconds", lambda executor, *_: seconds[executor.name])
+    module = nn.Sequential(nn.Conv2d(3, 2, 3, stride=2), nn.Flatten(), nn.Linear(18, 10))
+    task = fadamgc.Task(module, F.cross_entropy, pictures())
+    options = {"sampled": 3, "tracked": 3, "batch_size": 4, "local_steps": 1, "checkpoint": tmp_path / "c"}
+    run = simulate(fadamgc.FedAvg(), task, rounds=1, **options)
+    assert (run.settings["executor"], run.settings["compiled"]) == ("vectorized", True)
+    monkeypatch.setattr(auto, "choose_executor", lambda *_, **__: pytest.fail("chosen again"))
+    longer = simulate(fadamgc.FedAvg(), task, rounds=2, resume=True, **options)
+    assert (longer.settings["executor"], longer.settings["compiled"]) == ("vectorized", True)
+
+
+@pytest.mark.parametrize("step", [0.1, 1e-3])
+def test_auto_does_not_compile_convolutions_that_take_long(step, monkeypatch):
+    monkeypatch.setattr(auto, "LONG_RUN", 0)
+    monkeypatch.setattr(auto, "COMPILING", 1e-6)
+    tried = []
+    monkeypatch.setattr(auto, "_made", lambda make, *a: tried.append(make.name) or made(make, *a))
+    monkeypatch.setattr(auto, "_step_seconds", lambda *_: step)
+    task = fadamgc.Task(cnn(side=8, widths=(2, 3), seed=0), F.cross_entropy, pictures())
+    workload = start_from(
+        {"algorithm": fadamgc.FedAvg(), "task": task, **FEW, "sampled": 3}, Resources()
+    ).workload
+    tried.clear()
+    auto.choose_executor(workload)
+    assert tried == ["threads", "loop"] + ["vectorized"] * (step < auto.SHORT_OPERATIONS)
 
 
 def test_auto_by_rule_in_short_runs():

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -50,18 +50,22 @@ CACHED_GRAPHS = 24  # recorded graphs that are kept
 LONG_RUN = 1000  # local steps that a run must plan for a compilation to pay
 
 
+Compile: TypeAlias = bool | Literal["kept"] | None
+
+
 class VectorizedExecutor:
     """Runs one client's rules on a whole block of clients through vmap.
 
     Args:
         workload: the work of a run. Jobs may belong to other tasks with the same model and loss.
         block: clients at once; None is as many as are fast.
-        compile: whether steps become machine code; None compiles if the run is long enough.
+        compile: whether steps become machine code; None compiles if the run is long enough. "kept" uses
+            only code that was compiled before and is kept on disk.
     """
 
     name = "vectorized"
 
-    def __init__(self, workload: Workload, block: int | None = None, compile: bool | None = None) -> None:
+    def __init__(self, workload: Workload, block: int | None = None, compile: Compile = None) -> None:
         if block is not None:
             whole("block", block, 1)
         functions = workload.functions
@@ -77,17 +81,33 @@ class VectorizedExecutor:
         check_rules(workload.algorithm)
         self.samplewise = is_samplewise(functions, workload.clients)
         if compile is None:
-            # Where blocks come in many shapes, each of them would have to be compiled.
-            many_shapes = not self.samplewise or (workload.whole and workload.ragged)
-            long = workload.rounds * workload.steps >= LONG_RUN
-            compile = long and not many_shapes and functions.device.type == "cpu"
-        self._kinds = Kinds()
-        compile = compile and not self._kinds.changes(workload.algorithm, workload.varying)
-        self.compiled = compile and compiler() is not None  # whether steps are machine code
-        self.threads = torch.get_num_threads() if self.compiled else 1
-        self._single = self.compiled and has_slow_blocks(functions.module)  # parts of one client
+            compile = workload.rounds * workload.steps >= LONG_RUN and self.compiling_may_pay
+        elif compile == "kept":
+            compile = "kept" if self.compiling_may_pay else False
+        self._kinds, self._kept_only = Kinds(), compile == "kept"
+        varies = bool(compile) and self._kinds.changes(workload.algorithm, workload.varying)
+        self.compiled = (
+            bool(compile) and not varies and compiler() is not None
+        )  # whether steps are machine code
+        self._has_slow_blocks = has_slow_blocks(functions.module)
         self._graphs: dict[Any, Any] = {}
         self._part_sizes: set[int] = set()  # for which there is compiled code
+
+    @property
+    def threads(self) -> int:
+        """The number of threads, which only compiled code uses."""
+        return torch.get_num_threads() if self.compiled else 1
+
+    @property
+    def _single(self) -> bool:
+        """Whether a part is one client."""
+        return self.compiled and self._has_slow_blocks
+
+    @property
+    def compiling_may_pay(self) -> bool:
+        """Whether blocks come in few shapes, each of which has to be compiled, on a CPU."""
+        many_shapes = not self.samplewise or (self.workload.whole and self.workload.ragged)
+        return not many_shapes and self.functions.device.type == "cpu"
 
     def run(self, jobs: Sequence[Job]) -> Iterator[Result]:
         """Run the jobs, block by block."""
@@ -204,8 +224,9 @@ class VectorizedExecutor:
             return []
 
         tensors = leaves(arguments)
-        code = compiled(record(in_place, tensors), tensors)
+        code = compiled(record(in_place, tensors), tensors, self._kept_only)
         self.compiled = code is not None
+        self._kept_only = self._kept_only and code is None  # code for other shapes of this run may be new
         return code
 
     def _once(self, stage: Callable[..., Any], kind: Kind, *arguments: Any) -> Any:
