@@ -23,10 +23,23 @@ log = logging.getLogger("fadamgc")
 CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
+_processes = 1  # that share the GPUs of the machine
+
+
+def share_gpus(processes: int) -> None:
+    """Say how many processes like this one take turns on the GPUs of the machine."""
+    global _processes
+    _processes = processes
+
+
 def memory(device: torch.device | None = None) -> int | None:
-    """Return the bytes of memory that this process may use, on a GPU those of the GPU; None if unknown."""
+    """Return the bytes of memory that this process may use; None if unknown.
+
+    On a GPU, that is its part of what is free there.
+    """
     if device is not None and device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[1])
+        on_this_gpu = -(-_processes // max(1, torch.accelerator.device_count()))
+        return int(torch.cuda.mem_get_info(device)[0]) // on_this_gpu
     limits = []
     with suppress(AttributeError, ValueError, OSError):
         limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

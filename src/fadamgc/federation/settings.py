@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from fadamgc.algorithm import AnyAlgorithm
 from fadamgc.errors import InputError, full_name, listed, not_accepted, real, reason, shown, whole
+from fadamgc.federation.computing import Computing
 from fadamgc.federation.gradients import GradientOptions
 from fadamgc.federation.sampling import Batches, Draw, draw, draw_part, draw_silent, draw_steps
 from fadamgc.files import as_json
@@ -70,6 +71,9 @@ class Settings:
         local_parameters: names of layers or parameters, or classes of layers, that stay at the clients: never
             sent, averaged or corrected. "*" stands for anything, as in file names.
         dtype: type of model and data; None is the model's.
+        autocast: "bf16": the operations of the model that allow it run in bfloat16; None: all in ``dtype``.
+        channels_last: whether images and kernels of convolutions have their channels last, which is faster on
+            many GPUs. None or False: as torch has them.
     """
 
     rounds: int
@@ -95,6 +99,8 @@ class Settings:
     weight_decay: float | None = None
     local_parameters: tuple[str, ...] | None = None
     dtype: torch.dtype | None = None
+    autocast: Literal["bf16"] | None = None
+    channels_last: bool | None = None
 
     @classmethod
     def of(cls, *, rounds: int | None = None, schedule: Any = None, **others: Any) -> Settings:
@@ -149,6 +155,11 @@ class Settings:
         for name in ("clip_norm", "deadline", "weight_decay", "dropout", "stragglers"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, _number(name, getattr(self, name)))
+        if self.autocast not in (None, "bf16"):
+            raise not_accepted("autocast", self.autocast, "None or 'bf16'")
+        if self.channels_last not in (None, True, False):
+            raise not_accepted("channels_last", self.channels_last, "True or False")
+        object.__setattr__(self, "channels_last", True if self.channels_last else None)
         dtype: Any = self.dtype
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in DTYPES):
             accepted = "a type of floating-point numbers such as torch.float32, of at least 16 bits"
@@ -351,6 +362,11 @@ class Settings:
     def gradients(self) -> GradientOptions:
         """What happens to every local gradient."""
         return GradientOptions(self.clip_norm, self.weight_decay or None)
+
+    @property
+    def computing(self) -> Computing:
+        """How the model is computed."""
+        return Computing(self.autocast, self.channels_last)
 
     def passes(self, samples: int) -> int:
         """Return the number of steps that one pass over a client's data costs."""

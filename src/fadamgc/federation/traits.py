@@ -131,6 +131,7 @@ def same_model(first: TaskFunctions, second: TaskFunctions, inputs: Any, targets
         first.task.loss is second.task.loss
         and first.task.transform is second.task.transform
         and (first.flat, first.dtype, first.device) == (second.flat, second.dtype, second.device)
+        and first.computing == second.computing
         and repr(first.module) == repr(second.module)
         and first.buffers0.keys() == second.buffers0.keys()
         and first.fixed.keys() == second.fixed.keys()

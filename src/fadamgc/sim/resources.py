@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fadamgc.bundle import tensor_bytes
 from fadamgc.federation.client_data import ClientData, ClientTable
+from fadamgc.federation.computing import PLAIN, Computing
 from fadamgc.federation.functions import CHUNK, TaskFunctions
 from fadamgc.federation.traits import same_model
 from fadamgc.runtime import seeded
@@ -104,15 +105,19 @@ class Resources:
         self._executors: list[tuple[Any, Workload, Executor]] = []
 
     def task_parts(
-        self, task: Task, dtype: torch.dtype | None, device: str | torch.device | None
+        self,
+        task: Task,
+        dtype: torch.dtype | None,
+        device: str | torch.device | None,
+        computing: Computing = PLAIN,
     ) -> TaskParts:
         """Return the functions and the data of a task, made once."""
         for cached_task, place, parts in self._tasks:
-            if cached_task is task and place == (dtype, device):
+            if cached_task is task and place == (dtype, device, computing):
                 return parts
-        functions = TaskFunctions(task, dtype, device)
+        functions = TaskFunctions(task, dtype, device, computing)
         parts = TaskParts(functions, ClientTable(task.samples, functions.dtype, functions.device))
-        self._tasks.append((task, (dtype, device), parts))
+        self._tasks.append((task, (dtype, device, computing), parts))
         return parts
 
     def executor(self, choice: ExecutorChoice, workload: Workload, compiled: bool | None) -> Executor:
