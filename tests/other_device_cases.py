@@ -42,6 +42,11 @@ def convolution() -> nn.Module:
     return nn.Sequential(nn.Unflatten(1, (1, 5)), nn.Conv1d(1, 4, 3), nn.Flatten(), nn.Linear(12, 3))
 
 
+def images() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Unflatten(1, (1, 5, 1)), nn.Conv2d(1, 4, (3, 1)), nn.Flatten(), nn.Linear(12, 3))
+
+
 def cases() -> dict[str, tuple[Any, fadamgc.Task, dict[str, Any]]]:
     """Algorithm, task and settings by name."""
     algo, plain, norm = fadamgc.FAdamGC(), class_task(), model(nn.BatchNorm1d(8), nn.ReLU())
@@ -67,6 +72,9 @@ def cases() -> dict[str, tuple[Any, fadamgc.Task, dict[str, Any]]]:
         "gradients to start from": (fadamgc.Scaffold(init="gradient"), plain, {}),
         "epochs and weights": (algo, plain, {"weights": "size", "local_epochs": 2, "local_steps": None}),
         "16 bits": (algo, plain, {"dtype": torch.bfloat16, "executor": "loop"}),
+        "autocast, loop": (algo, plain, {"autocast": "bf16", "executor": "loop"}),
+        "autocast, vectorized": (sgd, plain, {"autocast": "bf16", "executor": "vectorized"}),
+        "channels last": (algo, task_of(images()), {"channels_last": True, "executor": "loop"}),
         "groups": (fadamgc.MTGC(), plain, {"groups": 2}),
         "clients": (algo, plain, {"eval_clients": "epoch"}),
         "clipping": (algo, plain, {"clip_norm": 0.1, "weight_decay": 0.1, "dropout": 0.3}),

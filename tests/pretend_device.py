@@ -41,6 +41,9 @@ class Backend:
     def device_count(self) -> int:
         return DEVICES
 
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16]
+
     def current_device(self) -> int:
         return 0
 
@@ -153,6 +156,19 @@ def _copy_from(source: Any, to: Any, non_blocking: bool = False) -> Any:
     return to
 
 
+def _autocast(op: Any) -> Any:
+    """Return an operation that computes in the type of autocast, as it does on other devices."""
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+
+    def lower(*args: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(keys):
+            dtype = torch.get_autocast_dtype(NAME)
+            cast = (a.to(dtype) if isinstance(a, Tensor) and a.is_floating_point() else a for a in args)
+            return op(*cast)
+
+    return lower
+
+
 LIBRARIES: list[torch.library.Library] = []  # they last as long as they are referred to
 
 
@@ -163,5 +179,9 @@ def install() -> torch.device:
     library.impl("empty.memory_format", _empty, "PrivateUse1")
     library.impl("empty_strided", _empty_strided, "PrivateUse1")
     library.impl("_copy_from", _copy_from, "PrivateUse1")
-    LIBRARIES.append(library)
+    for op in (torch.ops.aten.linear.default, torch.ops.aten.conv1d.default, torch.ops.aten.conv2d.default):
+        library.impl(op, _autocast(op), "AutocastPrivateUse1")
+    others = torch.library.Library("_", "IMPL")
+    others.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    LIBRARIES.extend([library, others])
     return torch.device(NAME, 0)

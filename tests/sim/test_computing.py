@@ -38,7 +38,8 @@ class Watched(nn.Module):
 def task():
     random = torch.Generator().manual_seed(1)
     data = [
-        (torch.randn(8, 3, 8, 8, generator=random), torch.randint(3, (8,), generator=random)) for _ in range(3)
+        (torch.randn(8, 3, 8, 8, generator=random), torch.randint(3, (8,), generator=random))
+        for _ in range(3)
     ]
     return fadamgc.Task(Watched(), F.cross_entropy, data, data[0])
 

@@ -39,6 +39,7 @@ def test_a_run_on_the_device_is_the_run_on_the_cpu(name, found):
     assert case["device"] == "pretend"
     # BatchNorm may add in another order, and "auto" may take another executor; else the bits are the same.
     rounding = 1e-6 if "auto" in name or "BatchNorm" in name or "local parameters" in name else 0
+    rounding = 1e-3 if name == "autocast, vectorized" else rounding  # other roundings to bfloat16
     assert case["difference"] <= rounding
     assert case["losses"] <= rounding
     assert case["resumed"] <= rounding  # begun on the device, continued on the CPU
