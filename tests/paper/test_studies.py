@@ -95,7 +95,10 @@ def test_every_study_is_complete_at_both_scales(name, scale):
 
 @pytest.mark.parametrize("name", studies())
 def test_every_study_names_the_executor_of_its_records(name):
-    assert all(member.spec.run.executor != "auto" for s in SCALES for member in load_study(name, s).members)
+    for scale in SCALES:
+        for member in load_study(name, scale).members:
+            for_a_gpu = scale == "paper" and getattr(member.spec.task, "model", "") == "resnet18"
+            assert (member.spec.run.executor == "auto") == for_a_gpu
     records = ROOT / "results" / name
     if not records.is_dir():  # the curves are those of other studies
         assert name == "curves"
