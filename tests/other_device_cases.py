@@ -6,14 +6,17 @@ import json
 import sys
 import tempfile
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
 import fadamgc
+from fadamgc import runtime
 from fadamgc.federation import jobs
+from fadamgc.federation.functions import TaskFunctions
 from fadamgc.sim.executors import vectorized
-from pretend_device import install
+from pretend_device import BACKEND, install
 from problems import REPRESENTATIVES, class_task
 
 HOW: dict[str, Any] = {"rounds": 3, "local_steps": 3, "batch_size": 8, "progress": False}
@@ -37,6 +40,11 @@ def jitter(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 def convolution() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Unflatten(1, (1, 5)), nn.Conv1d(1, 4, 3), nn.Flatten(), nn.Linear(12, 3))
+
+
+def images() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Unflatten(1, (1, 5, 1)), nn.Conv2d(1, 4, (3, 1)), nn.Flatten(), nn.Linear(12, 3))
 
 
 def cases() -> dict[str, tuple[Any, fadamgc.Task, dict[str, Any]]]:
@@ -64,6 +72,9 @@ def cases() -> dict[str, tuple[Any, fadamgc.Task, dict[str, Any]]]:
         "gradients to start from": (fadamgc.Scaffold(init="gradient"), plain, {}),
         "epochs and weights": (algo, plain, {"weights": "size", "local_epochs": 2, "local_steps": None}),
         "16 bits": (algo, plain, {"dtype": torch.bfloat16, "executor": "loop"}),
+        "autocast, loop": (algo, plain, {"autocast": "bf16", "executor": "loop"}),
+        "autocast, vectorized": (sgd, plain, {"autocast": "bf16", "executor": "vectorized"}),
+        "channels last": (algo, task_of(images()), {"channels_last": True, "executor": "loop"}),
         "groups": (fadamgc.MTGC(), plain, {"groups": 2}),
         "clients": (algo, plain, {"eval_clients": "epoch"}),
         "clipping": (algo, plain, {"clip_norm": 0.1, "weight_decay": 0.1, "dropout": 0.3}),
@@ -97,22 +108,38 @@ def compared(algorithm: Any, task: fadamgc.Task, settings: dict[str, Any]) -> di
     }
 
 
-def random_numbers() -> dict[str, Any]:
-    """Whether dropout on the device is noticed, and the device's own numbers are left alone."""
-    from fadamgc.federation.functions import TaskFunctions
+def random_numbers(device: str) -> dict[str, Any]:
+    """Whether dropout on a device is noticed, its run is that on the CPU, and global numbers are kept.
 
-    functions = TaskFunctions(task_of(model(nn.Dropout(0.5))), device="pretend")
-    before = torch.get_device_module("pretend").get_rng_state()
-    noticed = functions.random
-    fadamgc.simulate(fadamgc.FedAvg(), functions.task, device="pretend", **HOW)
-    after = torch.get_device_module("pretend").get_rng_state()
-    return {"noticed": noticed, "kept": bool(torch.equal(before, after))}
+    torch's autograd serves only the first device that is made in Python, so the "gradient" needs none.
+    """
+    task = task_of(model(nn.BatchNorm1d(8), nn.Dropout(0.5)))
+    before = global_numbers()
+    with patch.object(TaskFunctions, "gradient", without_autograd), torch.no_grad():
+        runs = [fadamgc.simulate(fadamgc.FedAvg(), task, device=name, **HOW) for name in (device, "cpu")]
+    functions = TaskFunctions(task, device=device)
+    return {
+        "device": str(functions.x0.device),
+        "noticed": functions.random,
+        "kept": all(map(torch.equal, before, global_numbers())),
+        "difference": float((runs[0].x.cpu() - runs[1].x).abs().max()),
+    }
+
+
+def without_autograd(f: TaskFunctions, x: Tensor, buffers: Any, inputs: Any, targets: Any) -> Any:
+    loss = f.loss(x, buffers, inputs, targets)
+    return x * loss, loss
+
+
+def global_numbers() -> list[Tensor]:
+    return [torch.get_rng_state(), *(generator.get_state() for generator in BACKEND.generators)]
 
 
 def main() -> None:
     device = install()
     # A device made in Python cannot have generators; its numbers come from one of the CPU.
-    jobs.generator_on = lambda _, seed: torch.Generator().manual_seed(seed)
+    for module in (jobs, runtime):
+        module.generator_on = lambda _, seed: torch.Generator().manual_seed(seed)
     # Nor can torch record operations on tensors made in Python, if constants are among them.
     vectorized.record = lambda function, _: function
     found: dict[str, Any] = {}
@@ -121,7 +148,7 @@ def main() -> None:
             found[name] = compared(*case)
         except Exception as error:
             found[name] = {"error": f"{type(error).__name__}: {str(error)[:400]}"}
-    found["random numbers"] = random_numbers()
+    found["random numbers"] = {name: random_numbers(name) for name in ("cpu", "pretend:0", "pretend:1")}
     x = torch.ones(3, device=device)
     try:
         _ = x + torch.ones(3)

@@ -2,12 +2,14 @@
 
 A *bundle* is one JSON file and, for tensors, one safetensors file. The JSON file is written last and names
 the tensor file with its digest, so a process that is killed at any moment leaves either the previous bundle
-or the new one. A *journal* is a file of JSON lines that only grows. A bundle says how many bytes of its
+or the new one. A *journal* is a file of JSON lines that only grows; long
+lines are compressed. A bundle says how many bytes of its
 journal are valid, with their digest; later lines do not count.
 """
 
 from __future__ import annotations
 
+import base64
 import glob
 import gzip
 import hashlib
@@ -31,6 +33,7 @@ from fadamgc.files import make_folder, remove_leftovers, replacing, unwritable, 
 FORMAT = 1
 # Limits on decompression, in bytes and as a ratio; JSON files of real runs compress at most 100 times.
 LARGEST_RECORD, LARGEST_RATIO, SMALL_RECORD = 1 << 30, 300, 1 << 20
+LONG_LINE, COMPRESSED = 1 << 12, b"zlib "  # bytes from which a line of a journal is compressed; its mark
 SAFETENSORS_NAMES = {
     **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
     **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"},
@@ -228,7 +231,7 @@ class Journal:
 
     def append(self, items: Iterable[Mapping[str, Any]]) -> None:
         """Add lines after the valid ones; remove later lines, which a killed process wrote."""
-        data = b"".join(json.dumps(item).encode() + b"\n" for item in items)
+        data = b"".join(_line(item) + b"\n" for item in items)
         no_link = getattr(os, "O_NOFOLLOW", 0)  # a link could lead out of the folder
         with open(os.open(self.path, os.O_RDWR | os.O_CREAT | no_link, 0o600), "r+b") as file:
             file.truncate(self.size)
@@ -257,6 +260,16 @@ class Journal:
         self.size, self._sha = size, sha
         for line in data.splitlines():
             try:
-                yield json.loads(line)
-            except (ValueError, RecursionError) as error:
+                yield json.loads(_unpacked(line) if line.startswith(COMPRESSED) else line)
+            except (ValueError, RecursionError, zlib.error) as error:
                 raise CheckpointError(f"{self.path} has a line that is not JSON: {error}") from None
+
+
+def _line(item: Mapping[str, Any]) -> bytes:
+    text = json.dumps(item).encode()
+    return text if len(text) < LONG_LINE else COMPRESSED + base64.b64encode(zlib.compress(text))
+
+
+def _unpacked(line: bytes) -> bytes:
+    data = base64.b64decode(line.removeprefix(COMPRESSED), validate=True)
+    return zlib.decompressobj().decompress(data, LARGEST_RATIO * len(data))

@@ -53,11 +53,6 @@ def _takes_generator(func: Any) -> bool:
     return any(argument.name == "generator" for argument in func._schema.arguments)
 
 
-def generator_on(device: torch.device, seed: int) -> torch.Generator:
-    """Return a generator of random numbers on a device."""
-    return torch.Generator(device).manual_seed(seed)
-
-
 _lock = threading.Lock()  # the generators of Python and numpy belong to all threads
 
 

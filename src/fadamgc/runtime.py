@@ -23,10 +23,23 @@ log = logging.getLogger("fadamgc")
 CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
+_processes = 1  # that share the GPUs of the machine
+
+
+def share_gpus(processes: int) -> None:
+    """Say how many processes like this one take turns on the GPUs of the machine."""
+    global _processes
+    _processes = processes
+
+
 def memory(device: torch.device | None = None) -> int | None:
-    """Return the bytes of memory that this process may use, on a GPU those of the GPU; None if unknown."""
+    """Return the bytes of memory that this process may use; None if unknown.
+
+    On a GPU, that is its part of what is free there.
+    """
     if device is not None and device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[1])
+        on_this_gpu = -(-_processes // max(1, torch.accelerator.device_count()))
+        return int(torch.cuda.mem_get_info(device)[0]) // on_this_gpu
     limits = []
     with suppress(AttributeError, ValueError, OSError):
         limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
@@ -82,27 +95,45 @@ def device_of(name: str | torch.device, worker: int = 0) -> torch.device:
 
 
 @contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Seed torch's global generators in a ``with`` block; restore their states afterwards."""
+def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
+    """Seed torch's global generators in a ``with`` block; restore their states afterwards.
+
+    They are the CPU's and the device's; None is the current GPU, if there is one.
+    """
+    device = _current_device() if device is None else device
+    with torch.random.fork_rng(devices=[]):
+        # The same numbers; torch.manual_seed would also seed the other devices, and record a stack trace.
+        torch.default_generator.manual_seed(int(seed))
+        if device.type == "cpu":
+            yield
+            return
+        module = torch.get_device_module(device)
+        before = module.get_rng_state(device)
+        module.set_rng_state(generator_on(device, int(seed)).get_state(), device)
+        try:
+            yield
+        finally:
+            module.set_rng_state(before, device)
+
+
+def random_states(device: torch.device) -> list[Tensor]:
+    """Return the states of torch's global generators: the CPU's, and the device's."""
+    states = [torch.get_rng_state()]
+    if device.type != "cpu":
+        states.append(torch.get_device_module(device).get_rng_state(device))
+    return states
+
+
+def generator_on(device: torch.device, seed: int) -> torch.Generator:
+    """Return a generator of random numbers on a device."""
+    return torch.Generator(device).manual_seed(seed)
+
+
+def _current_device() -> torch.device:
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None:
-        with torch.random.fork_rng(devices=[]):
-            # The same numbers; torch.manual_seed would also record a stack trace for missing devices.
-            torch.default_generator.manual_seed(int(seed))
-            yield
-        return
-    with torch.random.fork_rng([torch.accelerator.current_device_index()], device_type=accelerator.type):
-        torch.manual_seed(seed)
-        yield
-
-
-def random_states() -> list[Tensor]:
-    """Return the states of torch's global generators: the CPU's, and that of the current GPU."""
-    states = [torch.get_rng_state()]
-    if torch.accelerator.is_available():
-        device = torch.accelerator.current_accelerator()
-        states.append(torch.get_device_module(device).get_rng_state())
-    return states
+        return torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
 @contextmanager

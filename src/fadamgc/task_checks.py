@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fadamgc.errors import InputError, reason, shown
 from fadamgc.flat import Flat
 from fadamgc.metrics import has_classes
+from fadamgc.runtime import seeded
 from fadamgc.samples import Rows, Samples, cast, map_tensors
 
 if TYPE_CHECKING:
@@ -170,7 +171,8 @@ def _probe(model: nn.Module, loss: Loss, x: Any, y: Any) -> tuple[Any, Any, Exce
     Return the output, the loss, the error of the loss, and whether torch warned that output and target differ
     in shape. Raise InputError for an error of the model.
     """
-    with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
+    device = next(model.parameters()).device
+    with seeded(0, device), torch.inference_mode(False), torch.enable_grad():
         module = Flat.of(model).copy(model).train()
         first = next(p for p in module.parameters() if p.requires_grad)
 

@@ -33,7 +33,7 @@ def stopped(tmp_path, rounds=30):
 
 def newer_format(job):
     path = job.folder / "checkpoint" / "checkpoint.json"
-    path.write_text(path.read_text().replace('"format": 2', '"format": 99', 1))
+    path.write_text(path.read_text().replace('"format": 3', '"format": 99', 1))
     return path.read_bytes()
 
 

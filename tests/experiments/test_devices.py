@@ -7,6 +7,7 @@ import torch
 
 import fadamgc
 from command import fadamgc as command
+from fadamgc import runtime
 from fadamgc.experiments.folder import ExperimentFolder
 from fadamgc.experiments.run import execution
 from fadamgc.experiments.run.workers import free_number
@@ -49,6 +50,17 @@ def test_a_run_of_a_worker_gets_its_gpu(tmp_path, gpus, monkeypatch):
 def test_threads_stay_on_the_cpu(tmp_path, gpus):
     plan = ExperimentFolder(tmp_path).plan(spec_of(TINY.replace('"loop"', '"threads"')))
     assert execution.arguments(plan[0], class_task())["device"] == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("processes", "gpus_", "part"), [(1, 1, 1), (4, 1, 4), (4, 2, 2), (5, 2, 3), (2, 8, 1)]
+)
+def test_workers_share_the_free_memory_of_a_gpu(processes, gpus_, part, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (6000 + device.index, 9000))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: gpus_)
+    monkeypatch.setattr(runtime, "_processes", 1)
+    runtime.share_gpus(processes)
+    assert runtime.memory(torch.device("cuda:3")) == 6003 // part
 
 
 def test_the_device_does_not_belong_to_the_identity_of_a_run(tmp_path):

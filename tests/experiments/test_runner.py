@@ -17,7 +17,7 @@ from fadamgc.errors import FadamgcError
 from fadamgc.experiments.folder import FILES, ExperimentFolder
 from fadamgc.experiments.report.tables import DASH, results_table
 from fadamgc.experiments.report.write import write_report
-from fadamgc.experiments.run import execution, workers
+from fadamgc.experiments.run import execution, runner, workers
 from fadamgc.experiments.run.runner import run_spec
 from fadamgc.experiments.spec.toml_io import load_spec, parse_spec
 from fadamgc.tasks.build import build_task
@@ -32,6 +32,33 @@ def test_every_run_is_saved_with_the_spec_and_the_figure(done):
     assert {p.name for p in done.iterdir()} == {*FILES, "runs"} - {"tuning.csv", "tuned.toml"}
     assert [len(r["tracked"]) for r in records(done / "runs" / names[0])] == [2, 2, 2]
     assert [len(r["tracked"]) for r in records(done / "runs" / names[2])] == [3, 3, 3]
+
+
+@pytest.mark.parametrize("ending", [execution.execute, KeyboardInterrupt])
+def test_the_partition_is_drawn_after_the_runs_also_if_they_are_interrupted(ending, tmp_path, monkeypatch):
+    spec, drawn = spec_of(QUADRATICS), []
+    labels = SimpleNamespace(counts=None, note="by hand")
+    monkeypatch.setattr(runner, "label_counts", lambda *_: labels)
+
+    def run_all(plan, *_):
+        drawn.append("runs")
+        if ending is KeyboardInterrupt:
+            raise KeyboardInterrupt
+        execution.execute(plan, lambda _: None)
+
+    def draw(counts, path, title):
+        drawn.append(title)
+        path.write_bytes(b"figure")
+
+    monkeypatch.setattr(runner, "run_all", run_all)
+    monkeypatch.setattr("fadamgc.experiments.report.label_plot.save_label_plot", draw)
+    for _ in range(2):  # again with --resume, which keeps the figure
+        if ending is KeyboardInterrupt:
+            with pytest.raises(runner.Interrupted):
+                run_spec(spec, tmp_path, workers=1, quiet=True, resume=bool(drawn))
+        else:
+            run_spec(spec, tmp_path, workers=1, quiet=True, resume=bool(drawn))
+    assert drawn == ["runs", f"by hand (seed {spec.run.seeds[0]})", "runs"]
 
 
 @pytest.mark.slow

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import fadamgc
+from fadamgc.federation.settings import Settings
 from problems import class_task
 from short_runs import GOOD
 
@@ -148,3 +150,26 @@ def test_other_arguments():
         fadamgc.register("mine", int)  # type: ignore[arg-type]
     with pytest.raises(fadamgc.InputError, match="FAdamGC.eta_l=tensor"):
         fadamgc.FAdamGC(eta_l=torch.tensor(0.1))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("steps", "coin", "planned"),
+    [
+        ({"local_steps": 3}, None, {3}),
+        ({"local_steps": 3}, 0.25, {4}),
+        ({"local_steps": [2, 3] * 500}, None, {2, 3}),
+        ({"local_epochs": 2, "batch_size": 10}, None, {2, 6}),
+        ({"local_epochs": 2**53, "batch_size": 1}, None, {5 * 2**53, 21 * 2**53}),
+        ({"local_steps": lambda client, t: 1 + client % 4}, None, {1, 2, 3, 4}),
+    ],
+)
+def test_the_numbers_of_steps_that_occur(steps, coin, planned):
+    assert Settings.of(rounds=1, **steps).planned_steps(np.array([5, 21] * 500), coin) == planned
+
+
+@pytest.mark.parametrize("steps", [{"local_steps": 3}, {"local_epochs": 2, "batch_size": 10}])
+def test_a_million_clients_are_not_asked_one_by_one_for_their_steps(steps, monkeypatch):
+    asked = []
+    monkeypatch.setattr(Settings, "passes", lambda _, samples: asked.append(samples) or 1)
+    Settings.of(rounds=1, **steps).check(10**6, np.full(10**6, 40), fadamgc.FedAvg())
+    assert len(asked) <= 1

@@ -46,6 +46,17 @@ def test_a_federation_gives_the_simulators_numbers(name, tmp_path):
     assert list(result.train_metrics_clientapp) == [1, 2, 3]
 
 
+def test_nodes_compute_the_model_as_the_server_says(tmp_path):
+    task, grid, strategy = make(tmp_path, fadamgc.FedAvg(), autocast="bf16")
+    strategy.start(grid)
+    run, plain = (
+        fadamgc.simulate(fadamgc.FedAvg(), task, rounds=3, executor="loop", autocast=autocast, **LOCAL)
+        for autocast in ("bf16", None)
+    )
+    x = strategy.coordinator.server.x
+    assert float((x - run.x).norm()) < 0.1 * float((x - plain.x).norm())
+
+
 def jitter(x, y):
     return x + torch.randn_like(x), y
 

@@ -123,13 +123,14 @@ REQUEST = Request("test", 0, 0, Stamp(1, 1), NEVER)
 def some_request():
     algo = fadamgc.FAdamGC()
     down = example(algo, torch.zeros(3)).down._asdict()
-    return TrainRequest(REQUEST, True, algo, Settings(rounds=1, local_steps=2), down, {})
+    settings = Settings(rounds=1, local_steps=2, clip_norm=0.5, autocast="bf16", channels_last=True)
+    return TrainRequest(REQUEST, True, algo, settings, down, {})
 
 
 def test_a_request_survives_the_way():
     train = read_request(request_content(some_request()))
     assert (train.request, train.tracked, train.algorithm) == (REQUEST, True, fadamgc.FAdamGC())
-    assert train.settings.local_steps == 2
+    assert train.settings == some_request().settings
 
 
 @pytest.mark.parametrize(
@@ -143,6 +144,7 @@ def test_a_request_survives_the_way():
         ("hyperparameters", json.dumps({"eta": 1}), "cannot be understood"),
         ("local_steps", 0, "local_steps=0"),
         ("tracked", 1, "not of type bool"),
+        ("autocast", "fp8", "autocast='fp8'"),
     ],
 )
 def test_a_request_that_cannot_be_understood_is_refused(key, value, said):

@@ -129,7 +129,7 @@ def damage(r: random.Random, folder: Path) -> None:
 def forge_journal(r: random.Random, folder: Path) -> None:
     """Other lines in the journal of a checkpoint, with digests that are right."""
     path, journal = folder / "checkpoint.json", folder / "checkpoint.jsonl"
-    lines = [json.loads(line) for line in journal.read_bytes().splitlines()]
+    lines = [json.loads(line) for line in journal.read_bytes().splitlines()]  # few clients: not compressed
     for _ in range(r.choice((1, 1, 2, 4))):
         alter(r, lines)
     data = b"".join(json.dumps(line).encode() + b"\n" for line in lines)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import gzip
+import hashlib
 import json
 import os
 import pickle
@@ -12,6 +14,8 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
+import zlib
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -25,6 +29,7 @@ from torch import nn
 import fadamgc
 from fadamgc import bundle, files
 from fadamgc.bundle import Journal, write_bundle
+from fadamgc.errors import CheckpointError
 from fadamgc.federation.client_states import ClientStates
 from fadamgc.federation.run import described, server_tensors
 from killed import ROUNDS, run
@@ -303,7 +308,7 @@ DAMAGE = [
     ("checkpoint.json", edit_json, "was altered.*sha256"),
     (
         "checkpoint.json",
-        lambda p: p.write_text(p.read_text().replace('"format": 2', '"format": 99')),
+        lambda p: p.write_text(p.read_text().replace('"format": 3', '"format": 99')),
         "format 99",
     ),
     ("checkpoint.json", lambda p: p.write_text("[" * 100_000), "nested too deeply"),
@@ -788,3 +793,32 @@ def test_states_in_files_travel_to_another_process():
     there = pickle.loads(pickle.dumps(run.clients))
     assert type(there) is ClientStates
     assert [c.y.tolist() for c in there] == [c.y.tolist() for c in run.clients]
+
+
+def test_long_lines_of_a_journal_are_compressed(tmp_path):
+    short, long = {"record": 1}, {"slots": {str(i): [i, 0] for i in range(1000)}}
+    journal = Journal(tmp_path / "j.jsonl")
+    journal.append([short, long])
+    journal.append([long])
+    assert journal.size < len(json.dumps(long))
+    assert list(Journal(journal.path).read(journal.mark(), tmp_path)) == [short, long, long]
+
+
+@pytest.mark.parametrize("line", [b"zlib ", b"zlib {}", b"zlib " + base64.b64encode(b"{}")])
+def test_lines_that_are_said_to_be_compressed_are_refused(line, tmp_path):
+    path = tmp_path / "j.jsonl"
+    path.write_bytes(line + b"\n")
+    mark = {"bytes": len(line) + 1, "sha256": hashlib.sha256(line + b"\n").hexdigest()}
+    with pytest.raises(CheckpointError, match="a line that is not JSON"):
+        list(Journal(path).read(mark, tmp_path))
+
+
+def test_a_compressed_line_cannot_fill_the_memory(tmp_path):
+    path, bomb = tmp_path / "j.jsonl", base64.b64encode(zlib.compress(b" " * (1 << 26)))
+    path.write_bytes(b"zlib " + bomb + b"\n")
+    mark = {"bytes": len(bomb) + 6, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+    tracemalloc.start()
+    with pytest.raises(CheckpointError, match="a line that is not JSON"):
+        list(Journal(path).read(mark, tmp_path))
+    assert tracemalloc.get_traced_memory()[1] < 1 << 26
+    tracemalloc.stop()

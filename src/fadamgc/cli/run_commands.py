@@ -330,8 +330,8 @@ def _tuned(spec: Spec, folder: ExperimentFolder, runner: Runner, resume: bool, o
     from fadamgc.experiments.run.runner import open_folder
     from fadamgc.experiments.tune import tune
 
-    open_folder(folder, spec, resume, overwrite, tuned=True)
-    tuned = tune(spec, folder.path, resume=resume, runner=runner)
+    with open_folder(folder, spec, resume, overwrite, tuned=True):
+        tuned = tune(spec, folder.path, resume=resume, runner=runner)
     for method in tuned.spec.methods:
         say(f"tuned {method.label}: {tuned.chosen[method.label]}")
     for note in tuned.notes:

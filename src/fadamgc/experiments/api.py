@@ -131,8 +131,8 @@ def experiment(
         runner.check(tuning_plan(spec, out))
     with folder.lock():
         if tune is not None:
-            open_folder(folder, spec, resume, overwrite, tuned=True)
-            with runner.before(folder.plan(spec)):
+            opened = open_folder(folder, spec, resume, overwrite, tuned=True)
+            with opened, runner.before(folder.plan(spec)):
                 spec = tune_spec(spec, out, resume=resume, runner=runner).spec
             resume, overwrite = True, False
         run_spec(spec, out, resume=resume, overwrite=overwrite, tuned=tune is not None, runner=runner)

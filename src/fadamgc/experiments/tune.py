@@ -9,10 +9,9 @@ from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from statistics import fmean
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
-import pandas as pd
 
 from fadamgc.errors import FadamgcError, InputError
 from fadamgc.escape import csv_bytes
@@ -24,6 +23,9 @@ from fadamgc.experiments.run.runner import Runner
 from fadamgc.experiments.spec.sections import MethodSpec, Spec, TuneSpec
 from fadamgc.federation.run import Run
 from fadamgc.files import write_atomic
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 STARTS = 4  # points of each method that Optuna draws at random before it learns from them
 ASKED = 100  # suggestions of Optuna, among which a point is searched that was not tried yet

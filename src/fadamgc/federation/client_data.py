@@ -50,7 +50,7 @@ class ClientData(NamedTuple):
     @contextmanager
     def draws_at(self, seed: int) -> Iterator[None]:
         """Seed torch's global numbers in a ``with`` block, and those that a Dataset may use as well."""
-        with seeded(seed), readers_seeded(seed) if self.is_read_per_batch else nullcontext():
+        with seeded(seed, self.device), readers_seeded(seed) if self.is_read_per_batch else nullcontext():
             yield
 
     def _ready(self, part: Tensor) -> Tensor:

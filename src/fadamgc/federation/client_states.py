@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from fadamgc.errors import FadamgcError
+from fadamgc.tree import leaves
 
 FORGOTTEN = (
     "the states of the clients of this run were not kept; simulate_many keeps them with client_states=True, "
@@ -43,7 +44,7 @@ class ClientStates(Sequence[Any]):
 
     def stage(self, state: Any) -> Any:
         """Store a state for a later ``update``; return the value by which ``update`` finds it."""
-        return state
+        return state if leaves(state) else self.initial  # without tensors: one object for all clients
 
     def staged_state(self, staged: Any) -> Any:
         """Return a state that was staged."""

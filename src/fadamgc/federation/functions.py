@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
 from itertools import repeat
 from typing import Any, TypeAlias
 
@@ -16,6 +16,7 @@ from torch.func import functional_call, vmap
 
 from fadamgc.errors import ClientError, InputError, reason, shown
 from fadamgc.federation.client_data import ClientData, ClientTable
+from fadamgc.federation.computing import PLAIN, Computing
 from fadamgc.federation.sampling import EVALUATION, GRADIENT, torch_seed
 from fadamgc.federation.traits import changing_buffers
 from fadamgc.flat import Flat
@@ -45,7 +46,11 @@ class TaskFunctions:
     """
 
     def __init__(
-        self, task: Task, dtype: torch.dtype | None = None, device: str | torch.device | None = None
+        self,
+        task: Task,
+        dtype: torch.dtype | None = None,
+        device: str | torch.device | None = None,
+        computing: Computing = PLAIN,
     ):
         first = next(p for p in task.model.parameters() if p.requires_grad)
         self.task = task
@@ -65,6 +70,7 @@ class TaskFunctions:
         self.loss_function: Loss = task.loss
         if isinstance(task.loss, nn.Module) and self.device != first.device:
             self.loss_function = copy.deepcopy(task.loss).to(device=self.device)
+        self.compute_with(computing)
         self.x0 = self.flat.flatten(self.module)
         if self.mixed:
             self.x0 = self.x0.float()
@@ -72,12 +78,17 @@ class TaskFunctions:
         self.sample = tuple(map_tensors(self._cast, part) for part in (inputs, targets))
         self.test = None if task.test_samples is None else self.data_of(task.test_samples)
         self.module.train()
-        changing = changing_buffers(self.module, self.sample[0])
+        changing = changing_buffers(self.module, self.sample[0], self.device)
         tensors = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
         self.buffers0: Buffers = {n: t.detach().clone() for n, t in tensors.items() if n in changing}
         self.fixed: Buffers = {
             n: t.detach() for n, t in tensors.items() if n not in self.flat.names and n not in changing
         }
+
+    def compute_with(self, computing: Computing) -> None:
+        """Set how the model is computed from now on."""
+        computing.check(self.module, self.dtype)
+        self.computing = computing
 
     @property
     def mixed(self) -> bool:
@@ -88,10 +99,10 @@ class TaskFunctions:
     def random(self) -> bool:
         """Whether the model draws random numbers while it trains (dropout and the like)."""
         inputs, targets = self.sample
-        with seeded(0), torch.no_grad():
-            before = random_states()
+        with seeded(0, self.device), torch.no_grad():
+            before = random_states(self.device)
             self.loss(self.x0, self.fresh_buffers(), map_tensors(torch.clone, inputs), targets)
-            return not all(map(torch.equal, before, random_states()))
+            return not all(map(torch.equal, before, random_states(self.device)))
 
     def data_of(self, samples: Samples) -> ClientData:
         """Return samples on the device of the model."""
@@ -121,7 +132,9 @@ class TaskFunctions:
 
     def parameters(self, x: Tensor) -> dict[str, Tensor]:
         """Return the model's parameters at x, in the type that the model computes in."""
-        return self.flat.unflatten(x.to(self.dtype) if self.mixed and x.dtype == torch.float32 else x)
+        x = x.to(self.dtype) if self.mixed and x.dtype == torch.float32 else x
+        parameters: dict[str, Tensor] = self.computing.arranged(self.flat.unflatten(x))
+        return parameters
 
     def gradient(self, x: Tensor, buffers: Buffers, inputs: Any, targets: Any) -> tuple[Tensor, Tensor]:
         """Return gradient and loss at x on one batch. CHANGES the buffers."""
@@ -236,7 +249,7 @@ class TaskFunctions:
                     outputs = self._outputs(*model, data.chunks(CHUNK))
                 yield outputs
             return
-        with seeded(seed):
+        with seeded(seed, self.device):
             output, targets = self._outputs(x, buffers, clients.together().chunks(CHUNK))
         sizes = clients.size.tolist()
         yield from zip(torch.split(output, sizes), torch.split(targets, sizes), strict=True)
@@ -246,7 +259,7 @@ class TaskFunctions:
         """Return the loss on the first test samples; None without test data."""
         if self.test is None:
             return None
-        with torch.random.fork_rng(devices=[]):
+        with seeded(0, self.device):
             return self._test_loss(x, buffers, self.test.chunks(CHUNK, samples))[2]
 
     def _test_loss(
@@ -265,7 +278,7 @@ class TaskFunctions:
         self.module.eval()
         try:
             for inputs, target in chunks:
-                outputs.append(functional_call(self.module, state, (inputs,)))
+                outputs.append(self.output_of(partial(functional_call, self.module, state), inputs))
                 targets.append(target)
         finally:
             self.module.train()
@@ -274,12 +287,18 @@ class TaskFunctions:
         columns = zip(*map(leaves, targets), strict=True)
         return torch.cat(outputs), rebuild(targets[0], [torch.cat(column) for column in columns])
 
+    def output_of(self, model: Callable[[Any], Tensor], inputs: Any) -> Tensor:
+        """Return the output of a model, computed as the options say."""
+        with self.computing.context(self.device):
+            output = model(self.computing.arranged(inputs))
+        return self.computing.output(output, self.dtype)
+
     def _cast(self, part: Tensor) -> Tensor:
         return cast(part, self.dtype, self.device)
 
     def _output(self, x: Tensor, buffers: Buffers, inputs: Any, fixed: Buffers | None) -> Tensor:
         state = {**self.parameters(x), **buffers, **(self.fixed if fixed is None else fixed)}
-        output: Tensor = functional_call(self.module, state, (inputs,))
+        output = self.output_of(partial(functional_call, self.module, state), inputs)
         for name in buffers:  # a module may assign a buffer instead of changing it in place
             buffers[name] = state[name]
         return output

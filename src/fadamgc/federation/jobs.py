@@ -14,7 +14,8 @@ from fadamgc.federation.client_data import ClientData
 from fadamgc.federation.functions import Buffers, TaskFunctions
 from fadamgc.federation.gradients import GradientOptions
 from fadamgc.federation.sampling import READ, TRANSFORM, Batches, torch_seed
-from fadamgc.random_numbers import DrawFrom, generator_on, reading_at
+from fadamgc.random_numbers import DrawFrom, reading_at
+from fadamgc.runtime import generator_on
 
 
 class Round(NamedTuple):

@@ -3,14 +3,96 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 from fadamgc.errors import shown, whole
 from fadamgc.federation.cost import WORK_COLUMNS, CostModel, Work
 
 BY_CLIENT = "clients: "  # how the names of numbers over clients begin, see ``metrics.client_metrics``
+
+Packed: TypeAlias = "array[int] | tuple[int, ...] | Repeated"
+
+
+class Repeated(NamedTuple):
+    """A column of equal numbers, in memory."""
+
+    number: int
+    times: int
+
+
+class _Columns:
+    """A field of a Record with columns of whole numbers, which are tuples for readers and small in memory.
+
+    A run with many clients per round has a history of many such numbers: they are arrays, and equal columns
+    of a record are one array.
+    """
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, record: Any, owner: type) -> Any:
+        if record is None:
+            return ()  # the default of the field
+        return self.unpacked(record.__dict__[self.name])
+
+    def __set__(self, record: Any, value: Any) -> None:
+        value = () if value is self else value  # dataclasses give the descriptor for a missing argument
+        record.__dict__[self.name] = self.packed(value, list(_arrays(record)))
+
+    def packed(self, value: Any, known: Sequence[array[int]]) -> Any:
+        """Return the form in memory; ``known`` are arrays of the record, one of which may be equal."""
+        return _pack(value, known)
+
+    def unpacked(self, stored: Any) -> Any:
+        """Return the form for readers."""
+        return _unpack(stored)
+
+
+class _WorkColumns(_Columns):
+    """The work of a record."""
+
+    def packed(self, value: Any, known: Sequence[array[int]]) -> Any:
+        return tuple(
+            work._replace(**{name: _pack(column, known) for name, column in work.columns().items()})
+            for work in value
+        )
+
+    def unpacked(self, stored: Any) -> Any:
+        return tuple(
+            work._replace(**{name: _unpack(column) for name, column in work.columns().items()})
+            for work in stored
+        )
+
+
+def _pack(column: Sequence[int], known: Sequence[array[int]]) -> Packed:
+    if len(column) < 2:
+        return tuple(column)
+    if min(column) == max(column):
+        return Repeated(column[0], len(column))
+    try:
+        numbers = array("I" if max(column) < 1 << 32 else "Q", column)
+    except OverflowError:  # larger numbers, in a file
+        return tuple(column)
+    return next((other for other in known if other == numbers), numbers)
+
+
+def _unpack(column: Packed) -> tuple[int, ...]:
+    return (column.number,) * column.times if isinstance(column, Repeated) else tuple(column)
+
+
+def _arrays(record: Any) -> Iterator[array[int]]:
+    return (value for value in record.__dict__.values() if isinstance(value, array))
+
+
+def _columns() -> Any:
+    return _Columns()
+
+
+def _work_columns() -> Any:
+    return _WorkColumns()
 
 
 @dataclass(frozen=True)
@@ -26,12 +108,12 @@ class Record:
     bytes_up: int
     simulated_seconds: float  # of this round, by the run's cost model
     wall_seconds: float = field(compare=False)  # of this round, as it ran here
-    sampled: tuple[int, ...] = ()
-    tracked: tuple[int, ...] = ()
-    dropped: tuple[int, ...] = ()  # sampled, but their update was not finite
-    absent: tuple[int, ...] = ()  # sampled, but they did not answer, or not in time
+    sampled: tuple[int, ...] = _columns()
+    tracked: tuple[int, ...] = _columns()
+    dropped: tuple[int, ...] = _columns()  # sampled, but their update was not finite
+    absent: tuple[int, ...] = _columns()  # sampled, but they did not answer, or not in time
     metrics: dict[str, float] = field(default_factory=dict)  # all numbers of a metric that has several
-    work: tuple[Work, ...] = field(default=(), repr=False)
+    work: tuple[Work, ...] = field(default=_work_columns(), repr=False)
 
     def priced(self, cost: CostModel) -> Record:
         """Return the same round with the seconds of another cost model."""

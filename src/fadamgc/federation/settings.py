@@ -10,9 +10,11 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from fadamgc.algorithm import AnyAlgorithm
 from fadamgc.errors import InputError, listed, not_accepted, real, reason, shown, whole
+from fadamgc.federation.computing import Computing
 from fadamgc.federation.gradients import GradientOptions
 from fadamgc.federation.sampling import Batches, Draw, draw, draw_part, draw_silent, draw_steps
 from fadamgc.files import as_json
@@ -21,6 +23,7 @@ from fadamgc.loading import reference_of
 from fadamgc.samples import DTYPES
 
 StepsOf: TypeAlias = Callable[[int, int], int]  # the local steps of a client in a round
+Sizes: TypeAlias = Sequence[int] | NDArray[np.int64]  # the samples of each client
 
 LARGEST_COUNT = 2**53  # rounds, clients, steps, samples: they are also counted in floats
 LARGEST_SEED = 2**128 - 1
@@ -69,6 +72,9 @@ class Settings:
         local_parameters: names of layers or parameters, or classes of layers, that stay at the clients: never
             sent, averaged or corrected. "*" stands for anything, as in file names.
         dtype: type of model and data; None is the model's.
+        autocast: "bf16": the operations of the model that allow it run in bfloat16; None: all in ``dtype``.
+        channels_last: whether images and kernels of convolutions have their channels last, which is faster on
+            many GPUs. None or False: as torch has them.
     """
 
     rounds: int
@@ -94,6 +100,8 @@ class Settings:
     weight_decay: float | None = None
     local_parameters: tuple[str, ...] | None = None
     dtype: torch.dtype | None = None
+    autocast: Literal["bf16"] | None = None
+    channels_last: bool | None = None
 
     @classmethod
     def of(cls, *, rounds: int | None = None, schedule: Any = None, **others: Any) -> Settings:
@@ -148,12 +156,17 @@ class Settings:
         for name in ("clip_norm", "deadline", "weight_decay", "dropout", "stragglers"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, _number(name, getattr(self, name)))
+        if self.autocast not in (None, "bf16"):
+            raise not_accepted("autocast", self.autocast, "None or 'bf16'")
+        if self.channels_last not in (None, True, False):
+            raise not_accepted("channels_last", self.channels_last, "True or False")
+        object.__setattr__(self, "channels_last", True if self.channels_last else None)
         dtype: Any = self.dtype
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in DTYPES):
             accepted = "a type of floating-point numbers such as torch.float32, of at least 16 bits"
             raise not_accepted("dtype", dtype, accepted)
 
-    def check(self, n: int, sizes: Sequence[int], algorithm: AnyAlgorithm) -> None:
+    def check(self, n: int, sizes: Sizes, algorithm: AnyAlgorithm) -> None:
         """Refuse settings that do not fit the task or the algorithm."""
         S, tracked = self._numbers_drawn(n)
         if n < S:
@@ -262,7 +275,7 @@ class Settings:
         parts = np.array_split(np.arange(n), self.groups or 1)
         return tuple(tuple(part.tolist()) for part in parts)
 
-    def _check_full_participation(self, n: int, sizes: Sequence[int], name: str) -> None:
+    def _check_full_participation(self, n: int, sizes: Sizes, name: str) -> None:
         draws = [self._numbers_drawn(n)]
         if self.schedule is not None:
             draws = [(len(sampled), len(tracked)) for sampled, tracked in self.schedule[: self.rounds]]
@@ -272,7 +285,7 @@ class Settings:
                     f"{name} needs all {n} clients sampled and tracked in every round; "
                     f"round {t} has sampled={sampled}, tracked={tracked}"
                 )
-        if len(set(self.planned_steps(sizes))) > 1 or callable(self.local_steps):
+        if len(self.planned_steps(sizes)) > 1 or callable(self.local_steps):
             raise InputError(
                 f"{name} needs the same number of local steps at every client; use local_steps=10"
             )
@@ -327,11 +340,20 @@ class Settings:
                 f"local_steps={shown(function)} failed for client {client} in round {t}: {reason(error)}"
             ) from error
 
-    def planned_steps(self, sizes: Sequence[int], coin: float | None = None) -> list[int]:
-        """Return the number of local steps of each client, if all do all of them (the mean, with a coin)."""
+    def planned_steps(self, sizes: Sizes, coin: float | None = None) -> set[int]:
+        """Return the numbers of local steps that clients do, if all do all of them (the mean, with a coin).
+
+        ``sizes`` are the numbers of samples of all clients.
+        """
         if coin is not None:
-            return [round(1 / coin)] * len(sizes)
-        return [self._all_steps(i, int(samples), 1) for i, samples in enumerate(sizes)]
+            return {round(1 / coin)}
+        if callable(self.local_steps):
+            return {self._all_steps(i, int(samples), 1) for i, samples in enumerate(sizes)}
+        if isinstance(self.local_steps, tuple):
+            return set(self.local_steps)
+        if self.local_steps is not None:
+            return {self.local_steps}
+        return {self._all_steps(0, int(samples), 1) for samples in np.unique(np.asarray(sizes))}
 
     def silent(self, t: int, sampled: Sequence[int]) -> tuple[int, ...]:
         """Return who of the sampled clients does not answer in round t."""
@@ -341,6 +363,11 @@ class Settings:
     def gradients(self) -> GradientOptions:
         """What happens to every local gradient."""
         return GradientOptions(self.clip_norm, self.weight_decay or None)
+
+    @property
+    def computing(self) -> Computing:
+        """How the model is computed."""
+        return Computing(self.autocast, self.channels_last)
 
     def passes(self, samples: int) -> int:
         """Return the number of steps that one pass over a client's data costs."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 from fadamgc.errors import InputError, first_line
+from fadamgc.runtime import seeded
 from fadamgc.samples import Rows, cast, map_tensors
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("fadamgc")
 
 
-def changing_buffers(module: nn.Module, inputs: Any) -> set[str]:
+def changing_buffers(module: nn.Module, inputs: Any, device: torch.device) -> set[str]:
     """Return the names of the buffers that a forward pass in training mode changes.
 
     If it changes one buffer of a layer, all buffers of the layer count: some data leave one of BatchNorm's
@@ -31,7 +32,7 @@ def changing_buffers(module: nn.Module, inputs: Any) -> set[str]:
     if not before:
         return set()
     after = {name: value.clone() for name, value in before.items()}
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
+    with seeded(0, device), torch.no_grad():
         functional_call(module, after, (map_tensors(torch.clone, inputs),))
     owners = {name.rpartition(".")[0] for name, was in before.items() if not torch.equal(was, after[name])}
     return {name for name in before if name.rpartition(".")[0] in owners}
@@ -130,6 +131,7 @@ def same_model(first: TaskFunctions, second: TaskFunctions, inputs: Any, targets
         first.task.loss is second.task.loss
         and first.task.transform is second.task.transform
         and (first.flat, first.dtype, first.device) == (second.flat, second.dtype, second.device)
+        and first.computing == second.computing
         and repr(first.module) == repr(second.module)
         and first.buffers0.keys() == second.buffers0.keys()
         and first.fixed.keys() == second.fixed.keys()

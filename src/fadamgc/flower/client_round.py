@@ -48,6 +48,7 @@ def handle_request(client: LocalClient, store: ClientStore, train: TrainRequest)
     """
     request, tracked, algorithm, settings, vectors, buffers = train
     functions = client.functions
+    functions.compute_with(settings.computing)
     algorithm = algorithm.for_model(functions.flat.shapes)
     like = example(algorithm, stand_in(functions.flat.d, functions.x0.dtype))
     is_setup = request.stamp.round == 0  # the server wants the gradient at the initial model

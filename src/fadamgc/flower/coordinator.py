@@ -69,7 +69,8 @@ class Coordinator:
                 "a server and its nodes; use fadamgc.simulate, or another algorithm"
             )
         settings.check(self.n, [1] * self.n, algorithm.at(1))
-        self.functions, self.task, self.settings = TaskFunctions(task, settings.dtype), task, settings
+        self.functions = TaskFunctions(task, settings.dtype, computing=settings.computing)
+        self.task, self.settings = task, settings
         self.federation = Federation(algorithm, self.functions, self.n, settings)
         max_samples = whole("max_samples", options.max_samples, 0) or math.inf
         max_size_ratio = options.max_size_ratio or math.inf

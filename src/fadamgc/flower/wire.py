@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fadamgc.errors import InputError, shown, whole
 from fadamgc.escape import printable
+from fadamgc.federation.computing import Computing
 from fadamgc.federation.gradients import GradientOptions
 from fadamgc.federation.settings import Settings
 from fadamgc.files import as_json
@@ -99,6 +100,7 @@ def request_content(train: TrainRequest) -> RecordDict:
         "seed": settings.seed,
         **{key: value for key, value in local.items() if value is not None},
         **{key: value for key, value in settings.gradients._asdict().items() if value is not None},
+        **{key: value for key, value in settings.computing._asdict().items() if value is not None},
     }
     arrays = {"down": to_array_record(down), "buffers": to_array_record(buffers)}
     return RecordDict({"request": ConfigRecord(config), **arrays})
@@ -117,7 +119,7 @@ def read_request(content: RecordDict) -> TrainRequest:
         )
     try:
         local: Any = {key: whole(key, config[key], 1, MAX_STEPS) for key in LOCAL_SETTINGS if key in config}
-        local |= {key: config[key] for key in GradientOptions._fields if key in config}
+        local |= {key: config[key] for key in (*GradientOptions._fields, *Computing._fields) if key in config}
         hyperparameters = json.loads(_get(config, "hyperparameters", str))
         with untrusted():
             algorithm = make_algorithm(_get(config, "algorithm", str), **hyperparameters)

@@ -34,7 +34,9 @@ from fadamgc.task import Task
 
 NAME = "checkpoint"
 STATES = "states"  # folder of the clients' states
-FORMAT = 2  # format 1 had the whole history in the JSON file, and clients' states among the tensors
+# Format 1 had the whole history in the JSON file, and clients' states among the tensors; format 2 had no
+# compressed lines in the journal.
+FORMAT = 3
 
 
 def load_run(path: str | Path, task: Task | None = None) -> Run:
@@ -117,7 +119,7 @@ class Checkpoint:
 
     def read(self, algorithm: AnyAlgorithm | None = None, identity: Mapping[str, Any] | None = None) -> Run:
         """Read the checkpoint; with an algorithm and an identity, refuse one of another run."""
-        body, tensors = read_bundle(self.folder, NAME, (1, FORMAT))
+        body, tensors = read_bundle(self.folder, NAME, (1, 2, FORMAT))
         self._tensors = body["tensors"]
         if identity is None:
             algorithm = runs.find_algorithm(self.folder, body)

@@ -110,7 +110,7 @@ class Engine:
         self, algorithm: AnyAlgorithm, task: Task, settings: Settings, options: Options, resources: Resources
     ) -> None:
         self.settings, self.options = settings, options
-        self._task_parts = resources.task_parts(task, settings.dtype, options.device)
+        self._task_parts = resources.task_parts(task, settings.dtype, options.device, settings.computing)
         self.functions, self.data = self._task_parts.functions, self._task_parts.clients
         functions = self.functions
         if not all(map(all_finite, (functions.x0, *functions.buffers0.values()))):

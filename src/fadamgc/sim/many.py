@@ -229,7 +229,7 @@ def _in_this_process(runs: list[dict[str, Any]], errors: str, keep: bool, progre
     endings: list[Any] = []
     with torch.inference_mode(False):
         for first in range(0, len(runs), IN_MEMORY):
-            resources = Resources()
+            resources = Resources(len(runs[first : first + IN_MEMORY]))
             with ExitStack() as stack:
                 stack.callback(resources.close)
                 started = []

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fadamgc.bundle import tensor_bytes
 from fadamgc.federation.client_data import ClientData, ClientTable
+from fadamgc.federation.computing import PLAIN, Computing
 from fadamgc.federation.functions import CHUNK, TaskFunctions
 from fadamgc.federation.traits import same_model
 from fadamgc.runtime import seeded
@@ -54,7 +55,7 @@ class TaskParts:
             data = _data_digest(everything, clients.size, f.test)
             rows = torch.linspace(0, everything.size - 1, min(64, everything.size)).long()
             batch = everything.batch(rows.numpy())
-        with seeded(0), torch.no_grad():
+        with seeded(0, f.device), torch.no_grad():
             loss = f.loss(f.x0, f.fresh_buffers(), map_tensors(torch.clone, batch[0]), batch[1])
         return {
             "data": data,
@@ -93,22 +94,30 @@ def _data_digest(clients: ClientData, size: NDArray[Any], test: ClientData | Non
 
 
 class Resources:
-    """Makes functions, data tables and executors for runs; equal runs share them."""
+    """Makes functions, data tables and executors for runs; equal runs share them.
 
-    def __init__(self) -> None:
+    ``runs`` is how many runs are expected.
+    """
+
+    def __init__(self, runs: int = 1) -> None:
+        self.runs = runs
         self._tasks: list[tuple[Task, Any, TaskParts]] = []
         self._executors: list[tuple[Any, Workload, Executor]] = []
 
     def task_parts(
-        self, task: Task, dtype: torch.dtype | None, device: str | torch.device | None
+        self,
+        task: Task,
+        dtype: torch.dtype | None,
+        device: str | torch.device | None,
+        computing: Computing = PLAIN,
     ) -> TaskParts:
         """Return the functions and the data of a task, made once."""
         for cached_task, place, parts in self._tasks:
-            if cached_task is task and place == (dtype, device):
+            if cached_task is task and place == (dtype, device, computing):
                 return parts
-        functions = TaskFunctions(task, dtype, device)
+        functions = TaskFunctions(task, dtype, device, computing)
         parts = TaskParts(functions, ClientTable(task.samples, functions.dtype, functions.device))
-        self._tasks.append((task, (dtype, device), parts))
+        self._tasks.append((task, (dtype, device, computing), parts))
         return parts
 
     def executor(self, choice: ExecutorChoice, workload: Workload, compiled: bool | None) -> Executor:
@@ -123,7 +132,7 @@ class Resources:
                 batch = together.batch(np.arange(min(8, together.size)))
             if same_model(other.functions, workload.functions, *batch):
                 return executor
-        executor = make_executor(choice, workload, compiled)
+        executor = make_executor(choice, workload, compiled, self.runs)
         self._executors.append((kind, workload, executor))
         return executor
 

@@ -49,6 +49,8 @@ def simulate(
     local_parameters: str | Sequence[str] | None = None,
     cost: CostModel | None = None,
     dtype: torch.dtype | None = None,
+    autocast: Literal["bf16"] | None = None,
+    channels_last: bool | None = None,
     device: str | torch.device | None = None,
     executor: ExecutorChoice = "auto",
     states: Literal["auto", "memory", "files"] = "auto",
@@ -103,6 +105,10 @@ def simulate(
         cost: how rounds are priced; a finished run can be priced again.
         dtype: type of model and data; None is the model's. With a 16-bit type, gradients are computed in that
             type, and x, the clients' states and all that is sent and added are float32.
+        autocast: "bf16": the operations of the model that allow it run in bfloat16, with the model, gradients
+            and losses in float32.
+        channels_last: whether images and kernels of convolutions have their channels last, which is faster
+            on many GPUs; executor="threads" does so in any case.
         device: where to compute, such as "cuda:1"; "auto" is a GPU if there is one; None is the model's.
         executor: "loop" (one client at a time: the reference), "threads" (one thread per client),
             "vectorized" (a block of clients at once, compiled in long runs), "ray" or ``fadamgc.Ray(...)``
@@ -154,6 +160,8 @@ def simulate(
         local_parameters=local_parameters,
         checkpoint_every=checkpoint_every,
         dtype=dtype,
+        autocast=autocast,
+        channels_last=channels_last,
     )
     options = Options(cost, device, executor, states, callbacks, checkpoint, resume, keep)
     check_flag("progress", progress)
@@ -191,7 +199,7 @@ def start(
         raise InputError("keep='best' without test data; give the task a test set")
     if settings.target is not None and task.test is None:
         raise InputError(f"target={shown(settings.target)} without test data; give the task a test set")
-    settings.check(task.n, task.sizes.tolist(), algorithm.at(1))
+    settings.check(task.n, task.sizes, algorithm.at(1))
     return Engine(algorithm, task, settings, options, resources)
 
 

@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import pandas as pd
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -28,6 +27,9 @@ from fadamgc.runtime import seeded
 from fadamgc.samples import Pair, Rows, Samples, cast, joined, map_tensors
 from fadamgc.task import Task
 from fadamgc.tasks.sections import FunctionTask, TableTask
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 class Labels(NamedTuple):
@@ -231,6 +233,8 @@ def read_table(spec: TableTask, train: TableData | None = None) -> TableData:
         if path.suffix == ".npz":
             with np.load(path, allow_pickle=False) as arrays:
                 return _from_arrays(path, dict(arrays), spec, train)
+        import pandas as pd
+
         frame = pd.read_parquet(path) if path.suffix == ".parquet" else pd.read_csv(path)
     except InputError:
         raise
@@ -286,6 +290,8 @@ def _from_frame(path: Path, frame: pd.DataFrame, spec: TableTask, train: TableDa
 
 
 def _columns(frame: pd.DataFrame) -> Columns:
+    import pandas as pd
+
     texts = {
         str(name): tuple(dict.fromkeys(map(str, pd.Categorical(frame[name]).categories)))
         for name in frame.select_dtypes(["object", "string", "category"])
@@ -295,6 +301,8 @@ def _columns(frame: pd.DataFrame) -> Columns:
 
 def _encoded(path: Path, frame: pd.DataFrame, columns: Columns, spec: TableTask) -> NDArray[np.float32]:
     """Return the features of each row; a text becomes one column per value in the train file."""
+    import pandas as pd
+
     for name in columns.numbers:
         if not pd.api.types.is_numeric_dtype(frame[name]):
             raise InputError(

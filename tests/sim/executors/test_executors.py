@@ -29,7 +29,7 @@ from fadamgc.federation.functions import TaskFunctions
 from fadamgc.federation.traits import same_model
 from fadamgc.models import cnn, resnet18
 from fadamgc.runtime import single_threads
-from fadamgc.sim.executors import ThreadsExecutor, VectorizedExecutor, auto, threads
+from fadamgc.sim.executors import ThreadsExecutor, VectorizedExecutor, auto, threads, vectorized
 from fadamgc.sim.executors import inplace as rules
 from fadamgc.sim.executors import machine_code as native
 from fadamgc.sim.executors.machine_code import compiled
@@ -118,6 +118,59 @@ def test_compiled_blocks_of_any_size_give_the_same_bits():
     for run in runs[1:]:
         assert torch.equal(run.x, runs[0].x)
         assert run.history == runs[0].history
+
+
+class Interpreted:
+    """Takes the place of machine code: runs the recorded graph part by part."""
+
+    def __init__(self, graph, *_):
+        self.graph = graph
+
+    def repeat(self, fixed, state, series, parts, threads):
+        clients = len(state[0]) // parts
+        for first in range(0, len(state[0]), clients):
+            rows = slice(first, first + clients)
+            for k in range(len(series[0])):
+                self.graph(*fixed, *(t[rows] for t in state), *(t[k, rows] for t in series))
+
+
+def check_convolutions(name, monkeypatch):
+    """Compare compiled blocks of convolutions with the loop, and with blocks of other sizes."""
+    algo = REPRESENTATIVES[name]
+    torch.manual_seed(0)
+    convolution = nn.Conv2d(3, 2, 3, stride=2, padding=1)
+    module = nn.Sequential(convolution, nn.ReLU(), nn.Flatten(), nn.Linear(32, 10)).double()
+    task = fadamgc.Task(module, F.cross_entropy, pictures(), pictures()[0])
+    options = settings_for(algo, task.n) | {"batch_size": 4, "seed": 1}
+    loop = simulate(algo, task, executor="loop", **options)
+    runs = []
+    for workers, block in ((1, None), (2, None), (2, 1), (1, 1)):
+        monkeypatch.setattr(torch, "get_num_threads", lambda workers=workers: workers)
+        make = partial(VectorizedExecutor, block=block, compile=True)
+        runs.append(simulate(algo, task, executor=make, **options))
+    assert all(run.settings["compiled"] for run in runs)
+    assert torch.allclose(runs[0].x, loop.x, rtol=1e-9, atol=1e-12)
+    for run in runs[1:]:
+        assert torch.equal(run.x, runs[0].x)
+        assert run.history == runs[0].history
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REPRESENTATIVES)
+def test_convolutions_in_parts_of_one_client_are_the_loop(name, monkeypatch):
+    parts = []
+    monkeypatch.setattr(vectorized, "compiled", Interpreted)
+    monkeypatch.setattr(vectorized, "compiler", lambda: "a compiler")
+    repeat = Interpreted.repeat
+    monkeypatch.setattr(Interpreted, "repeat", lambda *a: parts.append(len(a[2][0]) // a[4]) or repeat(*a))
+    check_convolutions(name, monkeypatch)
+    assert set(parts) == {1}
+
+
+@needs_compiler
+def test_compiled_convolutions_are_the_loop(tmp_path, monkeypatch):
+    monkeypatch.setenv("FADAMGC_CACHE", str(tmp_path))
+    check_convolutions("fadamgc", monkeypatch)
 
 
 @needs_compiler
@@ -705,6 +758,9 @@ def test_an_error_in_a_thread_names_the_client_and_stops_the_others():
 # The choice
 
 
+made = auto._made
+
+
 def chosen(monkeypatch, seconds, task, **options):
     monkeypatch.setattr(auto, "LONG_RUN", 0)
     monkeypatch.setattr(auto, "_step_seconds", lambda executor, *_: seconds[executor.name])
@@ -731,6 +787,75 @@ def test_auto_times_what_can_run(monkeypatch, caplog):
     assert "loop" in caplog.text
     assert "threads" in caplog.text
     assert "vectorized" not in caplog.text
+
+
+@pytest.mark.parametrize(("expected_saving", "runs"), [(0.9, 1), (1.1, 1), (0.4, 2), (0.6, 2)])
+def test_auto_compiles_if_that_is_expected_to_save_more_than_it_costs(monkeypatch, expected_saving, runs):
+    tried = []
+    monkeypatch.setattr(auto, "_try_compiled", lambda *_: tried.append(True))
+    client_steps, step = 2 * 4 * 3, 1e-3
+    monkeypatch.setattr(auto, "COMPILING", client_steps * step / 2 / expected_saving)
+    seconds = {"vectorized": step, "loop": 2 * step, "threads": 2 * step}
+    monkeypatch.setattr(auto, "LONG_RUN", 0)
+    monkeypatch.setattr(auto, "_step_seconds", lambda executor, *_: seconds[executor.name])
+    many = [{"algorithm": fadamgc.FedAvg(), "seed": seed} for seed in range(runs)]
+    fadamgc.simulate_many(many, task=class_task(), progress=False, **FEW)
+    assert tried == [True] * (expected_saving * runs > 1)
+
+
+def test_auto_times_code_that_is_kept_and_compiles_none(monkeypatch):
+    asked = []
+    monkeypatch.setattr(auto, "LONG_RUN", 0)
+    monkeypatch.setattr(vectorized, "compiler", lambda: "a compiler")
+    monkeypatch.setattr(vectorized, "compiled", lambda _, __, kept_only: asked.append(kept_only))
+    run = simulate(fadamgc.FedAvg(), class_task(EVEN), executor="auto")
+    assert asked == [True]
+    assert not run.settings["compiled"]
+
+
+def test_code_that_is_not_kept_is_not_compiled(tmp_path, monkeypatch):
+    monkeypatch.setenv("FADAMGC_CACHE", str(tmp_path))
+    monkeypatch.setattr(native, "_codes", {})
+    monkeypatch.setattr(native, "_compile", lambda *_: "code")
+    step, arguments = step_with_series()
+    graph = record(step, arguments)
+    if native.compiler() is None:
+        pytest.skip("no C++ compiler")
+    assert compiled(graph, arguments, kept_only=True) is None
+    assert native._codes == {}
+
+
+def test_auto_compiles_small_convolutions_and_a_resumed_run_does_as_before(tmp_path, monkeypatch):
+    monkeypatch.setattr(auto, "LONG_RUN", 0)
+    monkeypatch.setattr(auto, "COMPILING", 1e-6)
+    monkeypatch.setattr(vectorized, "compiled", Interpreted)
+    monkeypatch.setattr(vectorized, "compiler", lambda: "a compiler")
+    seconds = {"threads": 2e-3, "loop": 2e-3, "vectorized": 1e-3}
+    monkeypatch.setattr(auto, "_step_seconds", lambda executor, *_: seconds[executor.name])
+    module = nn.Sequential(nn.Conv2d(3, 2, 3, stride=2), nn.Flatten(), nn.Linear(18, 10))
+    task = fadamgc.Task(module, F.cross_entropy, pictures())
+    options = {"sampled": 3, "tracked": 3, "batch_size": 4, "local_steps": 1, "checkpoint": tmp_path / "c"}
+    run = simulate(fadamgc.FedAvg(), task, rounds=1, **options)
+    assert (run.settings["executor"], run.settings["compiled"]) == ("vectorized", True)
+    monkeypatch.setattr(auto, "choose_executor", lambda *_, **__: pytest.fail("chosen again"))
+    longer = simulate(fadamgc.FedAvg(), task, rounds=2, resume=True, **options)
+    assert (longer.settings["executor"], longer.settings["compiled"]) == ("vectorized", True)
+
+
+@pytest.mark.parametrize("step", [0.1, 1e-3])
+def test_auto_does_not_compile_convolutions_that_take_long(step, monkeypatch):
+    monkeypatch.setattr(auto, "LONG_RUN", 0)
+    monkeypatch.setattr(auto, "COMPILING", 1e-6)
+    tried = []
+    monkeypatch.setattr(auto, "_made", lambda make, *a: tried.append(make.name) or made(make, *a))
+    monkeypatch.setattr(auto, "_step_seconds", lambda *_: step)
+    task = fadamgc.Task(cnn(side=8, widths=(2, 3), seed=0), F.cross_entropy, pictures())
+    workload = start_from(
+        {"algorithm": fadamgc.FedAvg(), "task": task, **FEW, "sampled": 3}, Resources()
+    ).workload
+    tried.clear()
+    auto.choose_executor(workload)
+    assert tried == ["threads", "loop"] + ["vectorized"] * (step < auto.SHORT_OPERATIONS)
 
 
 def test_auto_by_rule_in_short_runs():
@@ -789,3 +914,19 @@ def test_threads_compute_with_one_thread_each():
         pool.shutdown()
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.slow
+def test_a_run_in_threads_imports_neither_the_compiler_nor_pandas():
+    script = """
+import sys
+import torch, fadamgc
+import fadamgc.tasks.build, fadamgc.experiments.tune
+data = [(torch.ones(8, 3), torch.arange(8) % 2)] * 4
+task = fadamgc.Task(torch.nn.Linear(3, 2), torch.nn.functional.cross_entropy, data, data[0])
+fadamgc.simulate(fadamgc.FAdamGC(), task, rounds=2, batch_size=4, executor="threads", progress=False)
+loaded = {"torch._dynamo", "pandas", "pyarrow", "matplotlib"} & set(sys.modules)
+assert not loaded, loaded
+"""
+    environment = os.environ | {"PYTHONPATH": str(Path(fadamgc.__file__).parents[1])}
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120, env=environment)

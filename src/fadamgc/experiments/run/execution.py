@@ -233,7 +233,7 @@ def execute(
     def finished(i: int, result: Run | NonFiniteError) -> None:
         ends[i] = _save(plan[i], result)
 
-    resources = Resources()
+    resources = Resources(len(plan))
     try:
         with torch.inference_mode(False), ExitStack() as stack:
             stack.callback(resources.close)

@@ -22,7 +22,7 @@ from fadamgc.experiments.run.progress import display, tell, warn
 from fadamgc.experiments.run.ray_tasks import RayTasks
 from fadamgc.experiments.run.workers import run_all
 from fadamgc.experiments.spec.sections import Spec
-from fadamgc.files import write_atomic
+from fadamgc.files import remove_leftovers, write_atomic
 from fadamgc.tasks.build import label_counts
 
 
@@ -152,21 +152,39 @@ def run_spec(
     if runner is None:
         runner = Runner(workers, quiet)
         runner.check(plan)
-    open_folder(folder, spec, resume, overwrite, tuned)
-    return runner.execute(plan, resume)
+    with open_folder(folder, spec, resume, overwrite, tuned):
+        return runner.execute(plan, resume)
 
 
+@contextmanager
 def open_folder(
     folder: ExperimentFolder, spec: Spec, resume: bool, overwrite: bool, tuned: bool = False
-) -> None:
-    """Start to write an experiment: its spec and, where the data have labels, the plot of the partition."""
+) -> Iterator[None]:
+    """Write an experiment in a ``with`` block: first its spec, at the end the plot of the partition.
+
+    Drawing takes longer than the rest of the start, and so does importing what draws. An interrupted
+    experiment has the plot, too.
+    """
     if resume:
         folder.check_resumable(spec, tuned)
     folder.make_ready(resume, overwrite)
     write_atomic(folder.path / SPEC, spec.to_toml().encode())
-    seed = spec.run.seeds[0]
+    try:
+        yield
+    except Interrupted:
+        _save_partition(folder, spec)
+        raise
+    _save_partition(folder, spec)
+
+
+def _save_partition(folder: ExperimentFolder, spec: Spec) -> None:
+    """Draw which client has which labels, where the data have labels."""
+    seed, path = spec.run.seeds[0], folder.path / PARTITION
+    if path.exists():  # from before the experiment was resumed, of the same data
+        remove_leftovers(folder.path, PARTITION)
+        return
     labels = label_counts(spec.task, seed)
     if labels is not None:
         from fadamgc.experiments.report.label_plot import save_label_plot
 
-        save_label_plot(labels.counts, folder.path / PARTITION, title=f"{labels.note} (seed {seed})")
+        save_label_plot(labels.counts, path, title=f"{labels.note} (seed {seed})")

@@ -36,7 +36,7 @@ from fadamgc.experiments.run.execution import (
 from fadamgc.experiments.run.listener import Listener, in_groups
 from fadamgc.experiments.run.ray_tasks import RayTasks, run_on_ray
 from fadamgc.loading import import_again, imports
-from fadamgc.runtime import one_thread
+from fadamgc.runtime import one_thread, share_gpus
 from fadamgc.stages import listening
 
 
@@ -161,6 +161,7 @@ def _start_worker(
     global _stop, _sender, _tasks
     import_again(*imported)
     set_worker(free_number(Path(numbers)))
+    share_gpus(processes)
     _stop, _sender, _tasks = stop, sender, TaskCache(processes, shared)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles Ctrl-C
     torch.set_num_threads(1)

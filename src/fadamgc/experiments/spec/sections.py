@@ -91,6 +91,8 @@ class RunSpec(Section):
     weight_decay: NonNegative | None = None
     local_parameters: str | tuple[str, ...] | None = None
     dtype: Literal["float32", "float64"] = "float32"
+    autocast: Literal["bf16"] | None = None
+    channels_last: Annotated[bool | None, AfterValidator(lambda chosen: chosen or None)] = None
     executor: ExecutorName = "auto"
     device: Annotated[str, Field(min_length=1)] = "auto"
 

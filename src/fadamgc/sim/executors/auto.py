@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from functools import partial
@@ -19,7 +20,7 @@ from fadamgc.sim.executors.block import UnmappableError
 from fadamgc.sim.executors.loop import LoopExecutor
 from fadamgc.sim.executors.ray_actors import Ray
 from fadamgc.sim.executors.threads import ThreadsExecutor
-from fadamgc.sim.executors.vectorized import VectorizedExecutor
+from fadamgc.sim.executors.vectorized import Compile, VectorizedExecutor
 from fadamgc.stages import stage, warning
 
 EXECUTORS = ("loop", "threads", "vectorized", "ray")
@@ -27,6 +28,10 @@ SMALL_MODEL = 1_000_000  # parameters up to which a block of clients may pay on 
 LONG_RUN = 500  # client-steps of a run from which a few of them are spent on timing
 CLEARLY_FASTER = 1.2  # ratio from which another executor replaces the expected one
 SHORT_STEP = 0.02  # seconds of a step up to which several steps are timed
+# A run is compiled if that is expected to save more time than it costs.
+COMPILING = 10.0  # seconds that compiling takes
+COMPILED_GAIN = 2.0  # ratio of the time of a step before to the time after, expected
+SHORT_OPERATIONS = 0.003  # seconds of a client's step up to which its operations are so short that it may pay
 
 ExecutorChoice: TypeAlias = str | Callable[[Workload], Executor]
 
@@ -35,17 +40,20 @@ log = logging.getLogger("fadamgc")
 _warned: set[type] = set()  # algorithms whose rules cannot be mapped, of which the user knows
 
 
-def make_executor(choice: ExecutorChoice, workload: Workload, compiled: bool | None = None) -> Executor:
+def make_executor(
+    choice: ExecutorChoice, workload: Workload, compiled: bool | None = None, runs: int = 1
+) -> Executor:
     """Make an executor by name ("auto" or one of EXECUTORS), or by a custom factory.
 
-    ``compiled`` is whether an interrupted run had compiled code, because the last bits depend on it.
+    ``compiled`` is whether an interrupted run had compiled code, because the last bits depend on it;
+    ``runs`` is how many runs like this one share the executor.
     """
     if isinstance(choice, Ray):
         return choice(workload, compiled)
     if callable(choice):
         return choice(workload)
     makers: dict[str, Callable[[Workload], Executor]] = {
-        "auto": choose_executor,
+        "auto": partial(choose_executor, runs=runs),
         "ray": partial(Ray(), compiled=compiled),
         "loop": LoopExecutor,
         "threads": partial(ThreadsExecutor, compile=compiled),
@@ -57,16 +65,20 @@ def make_executor(choice: ExecutorChoice, workload: Workload, compiled: bool | N
     return makers[choice](workload)
 
 
-def choose_executor(workload: Workload, timed: bool = True, compiled: bool | None = None) -> Executor:
+def choose_executor(
+    workload: Workload, timed: bool = True, compiled: bool | None = None, runs: int = 1
+) -> Executor:
     """Return the executor that is expected to be fastest, or one that timing shows to be clearly faster.
 
-    Without ``timed``, the choice depends on the model and the device alone.
+    Without ``timed``, the choice depends on the model and the device alone. ``runs`` is how many runs like
+    this one share the executor.
     """
+    client_steps = workload.rounds * workload.sampled * workload.steps
+    timed = timed and client_steps >= LONG_RUN
     candidates: dict[str, Executor] = {}
     for make in _candidates(workload):
         try:
-            options = {} if make is LoopExecutor else {"compile": compiled}
-            executor: Executor = make(workload, **options)
+            candidates[make.name] = _made(make, workload, "kept" if timed and compiled is None else compiled)
         except UnmappableError as error:
             if (kind := type(workload.algorithm)) not in _warned:
                 _warned.add(kind)
@@ -77,25 +89,19 @@ def choose_executor(workload: Workload, timed: bool = True, compiled: bool | Non
         except InputError as error:
             log.info("executor auto: not %s (%s)", make.name, error)
             continue
-        if isinstance(executor, VectorizedExecutor) and not executor.samplewise:
-            continue  # blocks would be small and have many shapes
-        candidates[make.name] = executor
-        if not timed or workload.rounds * workload.sampled * workload.steps < LONG_RUN:
+        if not timed:
             break
-    if len(candidates) == 1:
+    if not timed or (len(candidates) == 1 and "vectorized" not in candidates):
         (executor,) = candidates.values()
         log.info("executor auto: %s (by rule)", executor.name)
         return executor
     seconds: dict[str, float] = {}
-    for name, executor in candidates.items():
-        try:
-            with stage(f"trying the executor {name}"):
-                seconds[name] = _step_seconds(executor, workload)
-        except FadamgcError as error:
-            log.info("executor auto: not %s (%s)", name, error)
-            failed = error
+    errors = [_try(executor, workload, seconds) for executor in candidates.values()]
     if not seconds:  # so the model or its data is the cause
-        raise failed
+        raise next(error for error in reversed(errors) if error is not None)
+    left = client_steps * runs * min(seconds.values())
+    if compiled is None and left * (1 - 1 / COMPILED_GAIN) > COMPILING:
+        _try_compiled(workload, candidates, seconds)
     expected = next(iter(seconds))
     fastest = min(seconds, key=seconds.__getitem__)
     choice = fastest if seconds[expected] > CLEARLY_FASTER * seconds[fastest] else expected
@@ -107,17 +113,64 @@ def choose_executor(workload: Workload, timed: bool = True, compiled: bool | Non
 def _candidates(workload: Workload) -> list[Any]:
     """Return the classes of executors that may run the workload; the one expected to be fastest is first."""
     functions, cpu = workload.functions, workload.functions.device.type == "cpu"
-    small = functions.flat.d <= SMALL_MODEL and not (cpu and has_slow_blocks(functions.module))
-    if (
-        cpu and not small
-    ):  # even a single thread: its rules work in place, and images have their channels last
+    slow = cpu and has_slow_blocks(functions.module)
+    if cpu and (slow or functions.flat.d > SMALL_MODEL):
+        # Even a single thread: its rules work in place, and images have their channels last.
         return [ThreadsExecutor, LoopExecutor]
-    in_blocks = small and not functions.random and not workload.clients.is_read_per_batch
-    makers: list[Any] = [VectorizedExecutor] if in_blocks else []
+    makers: list[Any] = [VectorizedExecutor] if _fits_blocks(workload) else []
     makers.append(LoopExecutor)  # before threads, which wait for each other if operations are short
     if cpu and torch.get_num_threads() > 1 and workload.sampled > 1:
         makers.append(ThreadsExecutor)
     return makers
+
+
+def _fits_blocks(workload: Workload) -> bool:
+    functions = workload.functions
+    small = functions.flat.d <= SMALL_MODEL
+    return small and not functions.random and not workload.clients.is_read_per_batch
+
+
+def _made(make: Any, workload: Workload, compile: Compile) -> Executor:
+    if make is LoopExecutor:
+        return LoopExecutor(workload)
+    if make is ThreadsExecutor:
+        return ThreadsExecutor(workload, compile=None if compile == "kept" else compile)
+    executor = VectorizedExecutor(workload, compile=compile)
+    if not executor.samplewise:
+        raise InputError("its blocks would be small and have many shapes")
+    return executor
+
+
+def _try(executor: Executor, workload: Workload, seconds: dict[str, float]) -> FadamgcError | None:
+    """Measure the seconds of a step; return the error if it fails."""
+    try:
+        with stage(f"trying the executor {executor.name}"):
+            seconds[executor.name] = _step_seconds(executor, workload)
+    except FadamgcError as error:
+        log.info("executor auto: not %s (%s)", executor.name, error)
+        return error
+    return None
+
+
+def _try_compiled(workload: Workload, candidates: dict[str, Executor], seconds: dict[str, float]) -> None:
+    """Compile the steps of blocks, and measure them, where that may be faster than what was measured."""
+    uncompiled = candidates.get("vectorized")
+    short = min(seconds.values()) < SHORT_OPERATIONS
+    if getattr(uncompiled, "compiled", False) or not (short and _fits_blocks(workload)):
+        return
+    try:
+        executor = _made(VectorizedExecutor, workload, True)
+    except InputError as error:
+        log.info("executor auto: not compiled (%s)", error)
+        return
+    assert isinstance(executor, VectorizedExecutor)
+    if not (executor.compiled and executor.compiling_may_pay):
+        return
+    found: dict[str, float] = {}
+    _try(executor, workload, found)
+    if found and executor.compiled and found["vectorized"] < seconds.get("vectorized", math.inf):
+        seconds |= found
+        candidates["vectorized"] = executor
 
 
 def _step_seconds(executor: Executor, workload: Workload) -> float:

@@ -40,7 +40,7 @@ class Workload(NamedTuple):
         partial_epochs = s.local_epochs is not None and not whole and bool((clients.size % batch).any())
         ragged = partial_epochs or bool((clients.size < batch).any())
         sampled = len(s.who(1, len(clients)).sampled) if s.rounds else 1
-        steps = max(s.planned_steps(clients.size.tolist(), algorithm.coin))
+        steps = max(s.planned_steps(clients.size, algorithm.coin))
         varying = tuple(schedules(scheduled))
         return cls(
             *(functions, clients, algorithm, s.rounds, sampled, steps, batch, ragged, whole),

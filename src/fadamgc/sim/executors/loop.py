@@ -51,7 +51,7 @@ def _steps(job: Job) -> Iterator[tuple[list[Tensor], Result | None]]:
     buffers = {name: value.clone() for name, value in round.buffers.items()}
     x, loss_sum = down.x, torch.zeros((), dtype=functions.x0.dtype, device=functions.device)
     local = algo.begin(down, client, job.whole_gradient())
-    with seeded(torch_seed(round.seed, FORWARD, round.t, job.client)):
+    with seeded(torch_seed(round.seed, FORWARD, round.t, job.client), functions.device):
         for k, positions in enumerate(job.batches):
             try:
                 g, loss = functions.gradient(x, buffers, *job.batch(k, positions))

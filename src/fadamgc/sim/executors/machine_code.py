@@ -146,10 +146,11 @@ def compiler() -> str | None:
 _codes: dict[str, NativeCode | None] = {}  # None if a graph could not be compiled
 
 
-def compiled(graph: Callable[..., Any], arguments: Tensors) -> NativeCode | None:
+def compiled(graph: Callable[..., Any], arguments: Tensors, kept_only: bool = False) -> NativeCode | None:
     """Compile a graph for arguments like these; return None if that fails, which costs only speed.
 
-    The code of a graph serves all runs of the process, and is kept on disk for later processes.
+    The code of a graph serves all runs of the process, and is kept on disk for later processes. With
+    ``kept_only``, return None if it is not there yet.
     """
     if not isinstance(graph, GraphModule) or compiler() is None:
         return None
@@ -164,8 +165,11 @@ def compiled(graph: Callable[..., Any], arguments: Tensors) -> NativeCode | None
         while len(_codes) >= KEPT:
             del _codes[next(iter(_codes))]
         try:
-            _codes[key] = _kept(key, arguments)
-            if _codes[key] is None:
+            code = _kept(key, arguments)
+            if code is None and kept_only:
+                return None
+            _codes[key] = code
+            if code is None:
                 with stage("compiling (once: the code is kept for later runs)"):
                     _codes[key] = _compile(pure, arguments, key)
         except Exception as error:  # another version of torch may do it differently

@@ -22,6 +22,7 @@ import torch
 from fadamgc.cluster import ClusterError, Parcel, Surroundings, connect, pack, places, ray_module, unpack
 from fadamgc.errors import InputError, finite, first_line, not_accepted, whole
 from fadamgc.federation.client_data import ClientTable
+from fadamgc.federation.computing import Computing
 from fadamgc.federation.functions import TaskFunctions
 from fadamgc.federation.jobs import Job, Result, Round
 from fadamgc.runtime import device_of
@@ -93,6 +94,7 @@ class Plan(NamedTuple):
     workload: tuple[Any, ...]  # the fields of a Workload after functions and clients
     dtype: torch.dtype
     device: str
+    computing: Computing
     inner: str
     compiled: bool | None
 
@@ -243,6 +245,7 @@ class RayExecutor:
                 tuple(self._workload[2:]),
                 functions.dtype,
                 self._device,
+                functions.computing,
                 self.options.inner,
                 self._given_compiled,
             )
@@ -366,7 +369,8 @@ class ClientActor:
             from fadamgc.sim.executors.auto import choose_executor, make_executor
 
             p: Plan = unpack(plan)
-            functions = TaskFunctions(unpack(ray_module().get(task)), p.dtype, device_of(p.device))
+            task = unpack(ray_module().get(task))
+            functions = TaskFunctions(task, p.dtype, device_of(p.device), p.computing)
             clients = ClientTable(functions.task.samples, functions.dtype, functions.device)
             workload = Workload(functions, clients, *p.workload)
             if p.inner == "auto":

@@ -98,7 +98,7 @@ class Trainer:
         for parameter, view in self.copied:
             parameter.copy_(view)
         with torch.enable_grad():
-            loss = self.functions.loss_function(self.module(inputs), targets)
+            loss = self.functions.loss_function(self.functions.output_of(self.module, inputs), targets)
             gradients = torch.autograd.grad(loss, self.parameters, materialize_grads=True)
         for view, g in zip(self.g_views, gradients, strict=True):
             view.copy_(g)

@@ -8,20 +8,23 @@ whose batches have the same sizes share a block.
 A whole local step (gradient, the algorithm's rules, update) is one graph, compiled if that pays. The result
 of a client depends neither on the other clients of its block nor on the size of the block. A block is cut
 into equal *parts*, one per thread; compiled code is for the clients of one part.
+
+Convolutions gain nothing from a batch over clients, so with them a part is one client. Compiled code still
+saves Python's work between the operations, and threads do not wait for Python's lock.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from fadamgc.errors import FadamgcError, InputError, whole
 from fadamgc.federation.jobs import Job, Result
-from fadamgc.federation.traits import check_batchable, is_samplewise
+from fadamgc.federation.traits import check_batchable, has_slow_blocks, is_samplewise
 from fadamgc.runtime import one_thread
 from fadamgc.sim.executors.base import Workload
 from fadamgc.sim.executors.block import (
@@ -47,18 +50,22 @@ CACHED_GRAPHS = 24  # recorded graphs that are kept
 LONG_RUN = 1000  # local steps that a run must plan for a compilation to pay
 
 
+Compile: TypeAlias = bool | Literal["kept"] | None
+
+
 class VectorizedExecutor:
     """Runs one client's rules on a whole block of clients through vmap.
 
     Args:
         workload: the work of a run. Jobs may belong to other tasks with the same model and loss.
         block: clients at once; None is as many as are fast.
-        compile: whether steps become machine code; None compiles if the run is long enough.
+        compile: whether steps become machine code; None compiles if the run is long enough. "kept" uses
+            only code that was compiled before and is kept on disk.
     """
 
     name = "vectorized"
 
-    def __init__(self, workload: Workload, block: int | None = None, compile: bool | None = None) -> None:
+    def __init__(self, workload: Workload, block: int | None = None, compile: Compile = None) -> None:
         if block is not None:
             whole("block", block, 1)
         functions = workload.functions
@@ -74,25 +81,45 @@ class VectorizedExecutor:
         check_rules(workload.algorithm)
         self.samplewise = is_samplewise(functions, workload.clients)
         if compile is None:
-            # Where blocks come in many shapes, each of them would have to be compiled.
-            many_shapes = not self.samplewise or (workload.whole and workload.ragged)
-            long = workload.rounds * workload.steps >= LONG_RUN
-            compile = long and not many_shapes and functions.device.type == "cpu"
-        self._kinds = Kinds()
-        compile = compile and not self._kinds.changes(workload.algorithm, workload.varying)
-        self.compiled = compile and compiler() is not None  # whether steps are machine code
-        self.threads = torch.get_num_threads() if self.compiled else 1
+            compile = workload.rounds * workload.steps >= LONG_RUN and self.compiling_may_pay
+        elif compile == "kept":
+            compile = "kept" if self.compiling_may_pay else False
+        self._kinds, self._kept_only = Kinds(), compile == "kept"
+        varies = bool(compile) and self._kinds.changes(workload.algorithm, workload.varying)
+        self.compiled = (
+            bool(compile) and not varies and compiler() is not None
+        )  # whether steps are machine code
+        self._has_slow_blocks = has_slow_blocks(functions.module)
         self._graphs: dict[Any, Any] = {}
         self._part_sizes: set[int] = set()  # for which there is compiled code
+
+    @property
+    def threads(self) -> int:
+        """The number of threads, which only compiled code uses."""
+        return torch.get_num_threads() if self.compiled else 1
+
+    @property
+    def _single(self) -> bool:
+        """Whether a part is one client."""
+        return self.compiled and self._has_slow_blocks
+
+    @property
+    def compiling_may_pay(self) -> bool:
+        """Whether blocks come in few shapes, each of which has to be compiled, on a CPU."""
+        many_shapes = not self.samplewise or (self.workload.whole and self.workload.ragged)
+        return not many_shapes and self.functions.device.type == "cpu"
 
     def run(self, jobs: Sequence[Job]) -> Iterator[Result]:
         """Run the jobs, block by block."""
         for group in self._groups(jobs):
             part = self._part_size(len(group))
             size = part * self.threads
+            if self._single:
+                size = -(-len(group) // -(-len(group) // (self.block * self.threads)))
             for first in range(0, len(group), size):
                 block = group[first : first + size]
                 filled = block + block[-1:] * (-len(block) % part)  # equal parts, so no new graph
+                filled += block * (len(filled) == 1)  # rules for one client would be other code
                 try:
                     with one_thread():
                         results = self._run_block(filled, part)[: len(block)]
@@ -116,9 +143,11 @@ class VectorizedExecutor:
     def _part_size(self, clients: int) -> int:
         """Return the number of clients in a part, such that a group needs few blocks of equal parts.
 
-        It is at least two, since a step for one client would be other code. Compiled code for another number
-        is used if that wastes little.
+        It is at least two, since a step for one client would be other code, or always one. Compiled code for
+        another number is used if that wastes little.
         """
+        if self._single:
+            return 1
         blocks = -(-clients // (self.block * self.threads))
         size = max(2, -(-clients // (blocks * self.threads)))
         if self.compiled:
@@ -170,7 +199,7 @@ class VectorizedExecutor:
             if code is not None:
                 fixed, *others = inputs
                 parts = len(progress.x) // part
-                code.repeat(leaves(fixed), [*leaves(others), *leaves(progress)], series, parts, threads=parts)
+                code.repeat(leaves(fixed), [*leaves(others), *leaves(progress)], series, parts, self.threads)
                 return progress
         graph = self._cached(
             ("step", kind.description, len(progress.x), *shapes),
@@ -195,13 +224,17 @@ class VectorizedExecutor:
             return []
 
         tensors = leaves(arguments)
-        code = compiled(record(in_place, tensors), tensors)
+        code = compiled(record(in_place, tensors), tensors, self._kept_only)
         self.compiled = code is not None
+        self._kept_only = self._kept_only and code is None  # code for other shapes of this run may be new
         return code
 
     def _once(self, stage: Callable[..., Any], kind: Kind, *arguments: Any) -> Any:
-        """Run a stage that happens once per round; it becomes a graph in long runs only."""
-        if not self.compiled:
+        """Run a stage that happens once per round; it becomes a graph in long runs only.
+
+        With parts of one client, blocks may have any size, and a graph for each size would not pay.
+        """
+        if not self.compiled or self._single:
             return stage(*arguments)
         key = (stage.__name__, kind.description, len(arguments[0].down.x))
         graph, like = self._cached(key, lambda: (_recorded(stage, arguments), skeleton(stage(*arguments))))
