@@ -78,7 +78,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Public names by the module that has them; the names of all algorithms are those of fadamgc.methods.
+# Public names, by the module that defines them; the algorithms' names come from fadamgc.methods.
 _NAMES = {
     "algebra.compose": ("compose",),
     "algorithm": ("Algorithm", "Cohort", "add"),

@@ -3,8 +3,8 @@
 A *bundle* is one JSON file and, for tensors, one safetensors file. The JSON file is written last and names
 the tensor file with its digest, so a process that is killed at any moment leaves either the previous bundle
 or the new one. A *journal* is a file of JSON lines that only grows; long
-lines are compressed. A bundle says how many bytes of its
-journal are valid, with their digest; later lines do not count.
+lines are compressed. A bundle stores how many bytes of its
+journal are valid, and the digest of these bytes; readers ignore later lines.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def write_bundle(
 
 
 def remove_other_tensors(folder: Path, name: str, file: str | None) -> None:
-    """Remove the tensor files of earlier bundles of a name; ``file`` is that of the current one."""
+    """Remove the tensor files of earlier bundles called ``name``; keep ``file``, the current bundle's."""
     for other in folder.glob(f"{glob.escape(name)}-*.safetensors"):
         if other.name != file:
             with suppress(OSError):
@@ -130,7 +130,7 @@ def has_bundle(folder: Path, name: str) -> bool:
 
 
 def _json_file(folder: Path, name: str) -> Path:
-    """Return the path of a bundle's JSON file; that of the compressed file if only that exists."""
+    """Return the path of a bundle's JSON file, or of the compressed JSON file if only that file exists."""
     plain, compressed = folder / f"{name}.json", folder / f"{name}.json.gz"
     return compressed if os.path.exists(compressed) and not os.path.exists(plain) else plain
 

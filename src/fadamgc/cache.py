@@ -71,7 +71,7 @@ def cached(name: str, make: Callable[[], npt.NDArray[Any]], mapped: bool = False
         write_atomic(path, lambda file: _write(file, name, array))
         _make_room(path)
         if mapped:
-            array = _read(path, name, mapped)  # no longer in memory
+            array = _read(path, name, mapped)  # mapped from the file, instead of the copy in memory
     except (OSError, ValueError) as error:
         log.info("%s is not stored: %s", path, error)
     return array
@@ -125,7 +125,7 @@ def _make_room(newest: Path) -> None:
         room -= status.st_size
         if room < 0:
             file.unlink(missing_ok=True)  # a process that has it open can still read it
-    remove_old(newest.parent.glob(".*.tmp"))  # of processes that were killed
+    remove_old(newest.parent.glob(".*.tmp"))  # temporary files of killed processes
 
 
 def remove_old(files: Iterable[Path]) -> None:
@@ -170,7 +170,7 @@ def read_private(path: Path) -> bytes:
     flags = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)  # no links, no waiting for a pipe
     with open(os.open(path, os.O_RDONLY | flags), "rb") as file:
         check_private(path.parent)
-        check_owner(path, os.fstat(file.fileno()))  # of the open file; the path may lead to another by now
+        check_owner(path, os.fstat(file.fileno()))  # checks the open file: the path may name another by now
         return file.read()
 
 

@@ -1,4 +1,4 @@
-"""The connection to a Ray cluster, and values on their way to its processes.
+"""The connection to a Ray cluster, and the pickled values that are sent to its processes.
 
 Rounds run on actors (``sim/executors/ray_actors.py``), sweeps as tasks (``experiments/run/ray_tasks.py`` and
 ``sim/many.py``). Ray is imported when it is used.
@@ -27,12 +27,12 @@ from fadamgc.loading import import_again, imports
 
 log = logging.getLogger("fadamgc")
 
-PREFIX = "FADAMGC_"  # of the environment variables that processes of a cluster take over
+PREFIX = "FADAMGC_"  # environment variables with this prefix are copied to the processes of a cluster
 LAST_WORDS = (
     "error: this process has ended, most likely because the Ray cluster that it was connected to is gone; "
     "checkpoints and finished runs are saved: resume, with or without Ray\n"
 )
-SMALL = 1 << 14  # bytes of an array that is not worth an entry of its own
+SMALL = 1 << 14  # bytes; smaller arrays are stored inside ``Parcel.text``
 
 
 class ClusterError(FadamgcError):
@@ -49,10 +49,10 @@ def ray_module() -> Any:
 
 
 def connect(address: str | None = None) -> Callable[[], None]:
-    """Connect this process to a Ray cluster, unless it is connected already; return how to disconnect.
+    """Connect this process to a Ray cluster if it is not connected; return a function that undoes this.
 
     Args:
-        address: of the cluster's head node, ``host:port``. None and "auto" are the cluster that
+        address: address of the head node, ``host:port``. None and "auto" are the cluster that
             RAY_ADDRESS names or that runs on this machine; if there is none, a new one is started here.
     """
     ray = ray_module()
@@ -66,7 +66,7 @@ def connect(address: str | None = None) -> Callable[[], None]:
         else:
             try:
                 ray.init("auto", **quiet)
-            except ConnectionError:  # there is none
+            except ConnectionError:  # no cluster is running
                 ray.init("local", include_dashboard=False, _node_ip_address="127.0.0.1", **quiet)
     except Exception as error:
         raise ClusterError(
@@ -84,10 +84,10 @@ def connect(address: str | None = None) -> Callable[[], None]:
 
 
 def _last_words() -> Callable[[], None]:
-    """Let a small process say why this one has ended, should Ray end it; return how to stop that process.
+    """Start a watcher that prints an error if Ray ends this process; return a function that stops it.
 
     If the Ray processes of this machine die, Ray ends every process that is connected to them at once,
-    without an exception and without a word.
+    without an exception or a message.
     """
     script = f"import sys; sys.stdin.read() or sys.stderr.write({LAST_WORDS!r})"
     process = subprocess.Popen([sys.executable, "-S", "-E", "-c", script], stdin=subprocess.PIPE)
@@ -130,11 +130,11 @@ class Surroundings(NamedTuple):
 
     @classmethod
     def here(cls) -> Surroundings:
-        """Return those of this process."""
+        """Return the environment variables and the imports of this process."""
         return cls({k: v for k, v in os.environ.items() if k.startswith(PREFIX)}, imports())
 
     def take_over(self, threads: int) -> None:
-        """Make this process, which Ray has started, like the one that asked for it."""
+        """Set the variables, the imports and the number of threads in this process, which Ray has started."""
         os.environ.update(self.variables)
         import_again(*self.imported)
         torch.set_num_threads(threads)
@@ -148,7 +148,7 @@ class Parcel(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes of it."""
+        """The number of bytes of the pickled value."""
         return len(self.text) + sum(array.nbytes for array in self.arrays)
 
 
@@ -205,7 +205,7 @@ def _tensor(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...], shared: boo
     data = np.frombuffer(buffer, np.uint8)
     if shared and data.size:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it cannot be written, and nobody writes to samples
+            warnings.simplefilter("ignore")  # torch warns of read-only memory; nothing writes to it
             return torch.from_numpy(data).view(dtype).view(shape)
     tensor = torch.empty(shape, dtype=dtype)
     if data.size:

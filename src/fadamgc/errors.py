@@ -161,7 +161,7 @@ def shown(value: object) -> str:
 
 
 def cut(text: str, most: int = 300) -> str:
-    """Return a text, with "..." for its middle if it is longer than ``most`` characters.
+    """Return a text; if it is longer than ``most`` characters, "..." replaces its middle.
 
     >>> cut("0123456789", most=7)
     '01...89'

@@ -74,7 +74,7 @@ def optional_share() -> Any:
 
 
 def internal(default: Any) -> Any:
-    """Declare a value that is not a hyperparameter: it follows from the model."""
+    """Declare a value that is derived from the model or the groups, and is not a hyperparameter."""
     return dataclasses.field(default=default, repr=False, metadata={"internal": True})
 
 

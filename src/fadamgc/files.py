@@ -22,7 +22,7 @@ from filelock import FileLock, Timeout
 from fadamgc.errors import CheckpointError, CheckpointInUseError, UnwritableError, cut, shown
 
 LOCK = ".lock"
-DAY = 24 * 3600  # in seconds; a temporary file of another machine that is older is a leftover
+DAY = 24 * 3600  # seconds after which a temporary file of another machine counts as a leftover
 XDG = {"cache": "~/.cache", "config": "~/.config", "state": "~/.local/state"}  # defaults
 
 _being_written: set[str] = set()  # names of this process's temporary files

@@ -38,7 +38,7 @@ class Flat:
             frozen = sum(p.numel() for p in parameters)
             raise InputError(
                 f"{model} has no trainable parameters ({frozen} frozen ones); set requires_grad=True on "
-                "those to be trained"
+                "the parameters to train"
             )
         dtypes = {p.dtype for _, p in trainable}
         if len(dtypes) > 1:

@@ -72,9 +72,9 @@ class GroupedAlgorithm(Algorithm[ServerT, DownT, ClientT, LocalT, UpT]):
 
     @abstractmethod
     def group_messages(self, server: ServerT) -> tuple[Any, Any]:
-        """Return what ONE group receives from the server, and sends to it, in a global round."""
+        """Return the messages of ONE group in a global round: received from the server, and sent to it."""
 
-    # One group and one group round: the contract of an algorithm with one level.
+    # With one group and one group round, these methods fulfil the contract of ``Algorithm``.
 
     def broadcast(self, server: ServerT) -> DownT:
         """Return the message to the clients of the first group in the first group round."""
@@ -86,7 +86,7 @@ class GroupedAlgorithm(Algorithm[ServerT, DownT, ClientT, LocalT, UpT]):
 
 
 def with_row(rows: Tensor, j: int, row: Tensor) -> Tensor:
-    """Return the rows of all groups with another row of group j."""
+    """Return a copy of all groups' rows in which ``row`` replaces the row of group j."""
     changed = rows.clone()
     changed[j] = row
     return changed

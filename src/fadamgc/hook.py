@@ -102,17 +102,17 @@ class Correction:
             dtype = torch.promote_types(dtype, p.dtype)
         zero = torch.zeros(sum(self._sizes), dtype=dtype, device=self._parameters[0].device)
         self._y, self._y_i = zero, zero.clone()
-        self._dy: Tensor | None = None  # of the last round, until ``sync`` or the next round
+        self._dy: Tensor | None = None  # the last round's dy, until ``sync`` or the next round
         self._g_sum: Tensor | None = None  # sum of the raw gradients; None outside a round
         self._steps = 0
         self._z: list[Tensor | None] = []  # y - y_i of each parameter; None where it is zero
         self._raw: list[Tensor | None] | None = None  # the raw gradients, while the optimizer steps
-        self._corrected: list[tuple[Tensor | None, int]] = []  # the gradients that belong to ``_raw``
+        self._corrected: list[tuple[Tensor | None, int]] = []  # each corrected .grad and its version
         self._optimizer: Optimizer | None = None
         self._members: list[Tensor] = []  # all parameters of the optimizer
         self._handles: list[Any] = []
 
-    # What a user reads.
+    # Public properties.
 
     @property
     def y(self) -> Tensor:
@@ -139,9 +139,9 @@ class Correction:
     def attach(self, optimizer: Optimizer) -> None:
         """Correct the gradients of an optimizer's steps from now on.
 
-        Of a wrapper such as Accelerate's, the optimizer inside it is used. Its hooks are not part of a copy
-        of the optimizer: attach the copy's own Correction. The optimizer may have more parameters than the
-        Correction, which it does not correct; afterwards, its parameters must stay the same.
+        If ``optimizer`` is a wrapper such as Accelerate's, the hooks go to the optimizer inside it. A copy of
+        the optimizer has no hooks: attach another Correction to the copy. Parameters of the optimizer that
+        the Correction does not have are not corrected. Do not add or remove parameters after ``attach``.
         """
         inner: Any = optimizer
         while isinstance(getattr(inner, "optimizer", None), Optimizer) and hasattr(inner, "param_groups"):
@@ -340,9 +340,9 @@ class Correction:
         return (args[0], closure, *args[2:]), kwargs
 
     def _failed(self, optimizer: Optimizer) -> bool:
-        """Tell, between a correction and the end of its step, why another step begins.
+        """Whether the last step has failed, if a step begins before the last correction is undone.
 
-        Either a step() calls the step() of its base class, whose hooks run as well, or the step has failed.
+        If it has not failed, a step() calls the step() of its base class, whose hooks run as well.
         """
         gradients = zip(self._parameters, self._corrected, strict=True)
         if all(p.grad is g and (g is None or g._version == version) for p, (g, version) in gradients):

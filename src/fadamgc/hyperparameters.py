@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def numbers(instance: Any) -> dict[str, float]:
-    """Return all numbers among the fields of a dataclass, also of those in its fields, by name.
+    """Return the numeric fields of a dataclass and of the rules in its fields, by name.
 
     >>> from fadamgc import FedAvg
     >>> numbers(FedAvg(eta_l=0.5))
@@ -35,7 +35,7 @@ def numbers(instance: Any) -> dict[str, float]:
 
 
 def schedules(instance: Any) -> dict[str, Schedule]:
-    """Return all schedules among the fields of a dataclass, also of those in its fields, by name."""
+    """Return the schedules in the fields of a dataclass and of the rules in its fields, by name."""
     values: dict[str, Schedule] = {}
     for field in dataclasses.fields(instance):
         value = getattr(instance, field.name)
@@ -47,7 +47,7 @@ def schedules(instance: Any) -> dict[str, Schedule]:
 
 
 def with_schedules(instance: T, convert: Callable[[Schedule], Any]) -> T:
-    """Return the dataclass with other values in the place of its schedules, which are checked."""
+    """Return the dataclass with ``convert(schedule)`` for every schedule; the new values are checked."""
     changes: dict[str, Any] = {}
     for field in dataclasses.fields(instance):  # type: ignore[arg-type]
         value = getattr(instance, field.name)

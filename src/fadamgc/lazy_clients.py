@@ -13,7 +13,7 @@ from fadamgc.errors import InputError, reason, shown, whole
 from fadamgc.samples import Rows, Samples, read
 from fadamgc.task_checks import check_shapes
 
-KEPT = 4096  # clients whose data is kept, those that were used last
+KEPT = 4096  # number of clients whose data is kept: the most recently used clients
 
 
 class LazyClients(Sequence[Samples]):
@@ -70,7 +70,7 @@ class LazyClients(Sequence[Samples]):
             return [self[i] for i in range(*client.indices(self.n))]
         client = range(self.n)[client]
         data = self._kept.pop(client, None) or self._made(client)
-        self._kept[client] = data  # now the youngest
+        self._kept[client] = data  # now the most recently used
         if len(self._kept) > KEPT:
             self._kept.popitem(last=False)
         return data

@@ -24,7 +24,7 @@ _trusted: ContextVar[bool] = ContextVar("trusted", default=True)
 
 @contextmanager
 def untrusted() -> Iterator[None]:
-    """Import nothing in a ``with`` block: what is read there comes from a file or from another machine."""
+    """Forbid imports in a ``with`` block that reads names from a file or from another machine."""
     token = _trusted.set(False)
     try:
         yield
@@ -92,19 +92,19 @@ def find_file(place: str) -> Path:
 
 
 def look_in(folder: Path) -> None:
-    """Look for files and modules in this folder, too; before those that were named earlier."""
+    """Also search this folder for files and modules, before the folders that were added earlier."""
     if (path := str(folder.resolve())) in _folders:
         _folders.remove(path)
     _folders.insert(0, path)
 
 
 def imports() -> tuple[list[str], list[str]]:
-    """Return what ``import_again`` needs in another process."""
+    """Return the arguments with which another process can call ``import_again``."""
     return list(_folders), list(_imported)
 
 
 def import_again(folders: list[str], imported: list[str]) -> None:
-    """Import what another process has imported; what is gone since then may not be needed."""
+    """Import the modules and files of another process; skip those that can no longer be imported."""
     for folder in reversed(folders):
         look_in(Path(folder))
     for place in imported:

@@ -63,7 +63,7 @@ def classification(output: Tensor, target: Tensor) -> dict[str, float]:
 
 
 def has_classes(output: Tensor, target: Tensor) -> bool:
-    """Whether targets fit the outputs of their first samples as ``accuracy`` needs it."""
+    """Whether ``accuracy`` accepts the targets; ``output`` may cover only their first samples."""
     first = target[: len(output)]
     if not target.is_floating_point() and _class_dimension(output, first) is not None:
         return True

@@ -84,7 +84,7 @@ class ClientOptimizer(Optimizer):
         self._gradient = gradient
         self._example_of: tuple[int, Example] | None = None
         self._steps: dict[int, _Steps] = {}  # by group; only while nothing else uses the tensors of ``local``
-        self._programs: dict[int, _Recorded] = {}  # the last one of each group
+        self._programs: dict[int, _Recorded] = {}  # the last recorded step of each group
         super().__init__(params, {"lr": algorithm.eta_l})
         if algorithm.init_gradient and gradient is None:
             raise InputError(
@@ -283,7 +283,7 @@ class ClientOptimizer(Optimizer):
         else:
             raise self._one_group(name, shape)
         firsts = [_trainable(group)[0] for group in self.param_groups]
-        # A single number may have more bits than the parameters, as it counts steps.
+        # If parameters have 16 bits, a single number keeps its type, because it may count steps.
         return [
             p.to(first.device if shape == (1,) and first.dtype.itemsize == 2 else first)
             for first, p in zip(firsts, pieces, strict=True)
@@ -352,7 +352,7 @@ class ClientOptimizer(Optimizer):
 
 
 class _Recorded(NamedTuple):
-    """A step as a program; None if it is to be run as it is written."""
+    """A recorded step; ``program`` is None if the step runs as it is written."""
 
     algorithm: AnyAlgorithm
     dtype: torch.dtype
@@ -366,7 +366,7 @@ class _Steps:
         algorithm: the algorithm with the group's eta_l.
         parameters: the group's trainable parameters.
         states: down, client and local.
-        earlier: the recorded step of an earlier round, which may fit this one.
+        earlier: the recorded step of an earlier round, reused if algorithm and dtype are the same.
     """
 
     def __init__(
@@ -414,7 +414,7 @@ class _Steps:
         return positions, [[self.view(t) for t in row] for row in rows]
 
     def fits(self, parameters: list[nn.Parameter], states: tuple[Any, Any, Any]) -> bool:
-        """Whether parameters and states are still those of these steps."""
+        """Whether parameters and states are still the same tensors as when this object was made."""
         before, now = leaves((self.states, self.parameters)), leaves((states, parameters))
         return len(before) == len(now) and all(a is b for a, b in zip(before, now, strict=True))
 
@@ -460,7 +460,7 @@ def _same(value: Any) -> Any:
 
 
 def _runs(parameters: list[nn.Parameter], piece: int) -> list[list[nn.Parameter]]:
-    """Return the parameters in runs: a large one alone, small ones together, up to one piece."""
+    """Group the parameters: each large one alone, small ones together up to the size of one piece."""
     runs: list[list[nn.Parameter]] = []
     room = 0
     for p in parameters:
@@ -487,7 +487,7 @@ def _flatten(group: dict[str, Any]) -> Tensor:
 
 
 def _flat(parameters: list[nn.Parameter]) -> Tensor:
-    """Return parameters as one vector; that of one contiguous parameter is the parameter's own memory."""
+    """Return parameters as one vector; a single contiguous parameter is not copied."""
     return _joined([p.detach() for p in parameters])
 
 

@@ -24,13 +24,13 @@ from torch import Tensor
 # a private module. ``record`` returns None if it fails, and the step then runs as it is written.
 from torch.utils._python_dispatch import TorchDispatchMode
 
-LENGTHS = (7, 10)  # of the vectors on which a step is recorded; it must not depend on the length
+LENGTHS = (7, 10)  # lengths of the vectors on which a step is recorded; both recordings must be equal
 SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)  # the result is the argument
 COPIES = (torch.ops.aten.clone.default, torch.ops.aten.zeros_like.default, torch.ops.aten._to_copy.default)
 
 
 def _maximum(a: Any, b: Any, out: Any) -> None:
-    np.maximum(a, b, out=out)  # which may not be the third argument
+    np.maximum(a, b, out=out)  # by keyword: numpy deprecates a third positional argument
 
 
 def _minimum(a: Any, b: Any, out: Any) -> None:
@@ -38,8 +38,8 @@ def _minimum(a: Any, b: Any, out: Any) -> None:
 
 
 def _where(condition: Any, yes: Any, no: Any, out: Any) -> None:
-    if out is not yes:  # in Adam's direction, where(v > 0, m / sqrt(v), 0), it is the memory of the quotient
-        out[:] = np.where(condition, yes, no)  # which may read ``out``
+    if out is not yes:  # they are the same memory in Adam's direction, where(v > 0, m / sqrt(v), 0)
+        out[:] = np.where(condition, yes, no)  # the arguments may use the memory of ``out``
         return
     np.copyto(out, no, where=np.logical_not(condition))
 
@@ -201,7 +201,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.slots[id(tensor)]
 
     def _new(self, value: Any) -> int:
-        self.values.append(value)  # which also keeps the tensor, and so its id
+        self.values.append(value)  # keeps the tensor alive, so that its id stays unique
         if isinstance(value, Tensor):
             self.slots[id(value)] = len(self.values) - 1
         self.usable.add(len(self.values) - 1)
@@ -326,7 +326,7 @@ class _Allocation:
         return scratch
 
     def _home(self, slot: int, n: int, last_use: dict[int, int]) -> int | None:
-        """Return the changed input whose new value this is, if its old value is not needed after this."""
+        """Return the changed input whose new value is in ``slot``, if no later call reads its old value."""
         for place, result in zip(self.changed, self.results, strict=True):
             if result == slot and last_use.get(place, -1) <= n:
                 return place

@@ -1,4 +1,4 @@
-"""Random numbers from given seeds: of torch's functions, also in a thread, and of Datasets."""
+"""Seeded random numbers: of torch's functions, in any thread, and of Datasets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fadamgc.errors import InputError
 
 
 class DrawFrom(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lets operations of this thread draw from another generator than torch's global one."""
+    """Makes operations of this thread draw from ``generator`` instead of torch's global generator."""
 
     def __init__(self, generator: torch.Generator) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -33,7 +33,7 @@ class DrawFrom(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 raise InputError(
                     f"executor='threads' cannot give {func} its own random numbers; use executor='loop'"
                 )
-        if _takes_generator(func) and kwargs.get("generator") is None:  # an inner DrawFrom has set it
+        if _takes_generator(func) and kwargs.get("generator") is None:  # else set by an inner DrawFrom
             kwargs["generator"] = self.generator
         return func(*args, **kwargs)
 
@@ -53,12 +53,12 @@ def _takes_generator(func: Any) -> bool:
     return any(argument.name == "generator" for argument in func._schema.arguments)
 
 
-_lock = threading.Lock()  # the generators of Python and numpy belong to all threads
+_lock = threading.Lock()  # all threads share the generators of Python and numpy
 
 
 @contextmanager
 def readers_seeded(seed: int) -> Iterator[None]:
-    """Seed the global numbers of Python and numpy, which a Dataset may use, in a ``with`` block."""
+    """Seed the global generators of Python and numpy, which a Dataset may use, in a ``with`` block."""
     with _lock:
         state, numpy_state = random.getstate(), np.random.get_state()
         random.seed(seed)
@@ -72,6 +72,6 @@ def readers_seeded(seed: int) -> Iterator[None]:
 
 @contextmanager
 def reading_at(seed: int) -> Iterator[None]:
-    """Let a Dataset draw from a seed, with torch's functions too, in any thread."""
+    """Seed Python, numpy and torch for reading a Dataset in a ``with`` block, in any thread."""
     with readers_seeded(seed), DrawFrom(torch.Generator().manual_seed(seed)):
         yield

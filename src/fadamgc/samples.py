@@ -59,7 +59,7 @@ class Rows:
         return self.batch(np.arange(count))
 
     def to(self, device: torch.device) -> Rows:
-        """Return the samples on a device; on the device where they are, the same tensors."""
+        """Return the samples on a device; tensors that are already on it are not copied."""
         return Rows(self.inputs.to(device), self.targets.to(device), self.index)
 
 
@@ -138,7 +138,7 @@ def cast(data: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     return data.to(device=device, dtype=dtype if data.is_floating_point() else None)
 
 
-# Reading what a user gives.
+# Reading the user's data.
 
 
 def read(data: Any, owner: str, lazy: bool = False, collate: Collate | None = None) -> Samples:

@@ -1,6 +1,6 @@
 """Hyperparameters that change over the rounds: ``FAdamGC(eta_l=fadamgc.schedules.cosine(1e-3))``.
 
-Every number of an algorithm may be a schedule, also a function of the round. In a spec a schedule is a table,
+Every number of an algorithm may be a schedule or a function of the round. In a spec a schedule is a table,
 ``eta_l = { cosine = 1e-3, end = 1e-5 }``. Runners ask for the numbers of a round, so that algorithms and
 executors see numbers only.
 """
@@ -30,7 +30,7 @@ class Schedule(ABC):
         """Return the number of round t, from 1."""
 
     def over(self, rounds: int) -> Schedule:
-        """Return the schedule for a run with that many rounds."""
+        """Return the schedule for a run of ``rounds`` rounds."""
         return self
 
     def with_value(self, value: float) -> Self:
@@ -53,7 +53,7 @@ class Schedule(ABC):
         }
 
     def _check(self, **accepted: str) -> None:
-        """Make all fields named here floats, and refuse what is not a finite number of that kind."""
+        """Convert the named fields to floats; refuse values that are not finite numbers of their kind."""
         for name, kind in accepted.items():
             value = real(getattr(self, name))
             if value is None or not math.isfinite(value) or (kind == "a number > 0" and value <= 0):
@@ -138,10 +138,10 @@ class _Decay(Schedule):
         return self if self.rounds is not None else dataclasses.replace(self, rounds=max(1, rounds))
 
     def _share(self, t: int) -> float:
-        """Return the share of the rounds that lie before round t."""
+        """Return the share of the rounds that come before round t."""
         if self.rounds is None and t > 1:
             raise InputError(
-                f"{self.name}: rounds=None; say over how many rounds, or give it to a run that says so"
+                f"{self.name}: rounds=None; give the number of rounds, or use the schedule in a run"
             )
         return min(1.0, (t - 1) / (self.rounds or 1))
 
@@ -249,7 +249,7 @@ constant, step, exponential, linear, cosine, warmup, function = (
 
 
 def as_schedule(name: str, value: Any) -> Schedule | None:
-    """Return the schedule that a value of a hyperparameter means; None if it is not a schedule."""
+    """Return a hyperparameter's value as a schedule; None if the value is not a schedule."""
     if isinstance(value, Schedule):
         return value
     if isinstance(value, Mapping):
@@ -270,7 +270,7 @@ def is_lost(schedule: Schedule) -> bool:
 
 
 def first_number(schedule: Schedule) -> float:
-    """Return the number of round 1; any number if it is not known."""
+    """Return the value in round 1; an arbitrary number if the schedule's function is lost."""
     return 0.5 if is_lost(schedule) else schedule.at(1)
 
 

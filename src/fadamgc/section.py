@@ -28,7 +28,7 @@ class Section(BaseModel):
         try:
             return cls(**table)
         except ValidationError as error:
-            problems: dict[str, Any] = {}  # one per key; that of a single entry of a list, if there is one
+            problems: dict[str, Any] = {}  # the most specific error of each key
             for problem in error.errors():
                 key = str(problem["loc"][0]) if problem["loc"] else ""
                 if key not in problems or len(problem["loc"]) > len(problems[key]["loc"]):
@@ -68,7 +68,7 @@ def _sentence(problem: Mapping[str, Any]) -> str:
         return f"needs the key '{location[0]}'"
     if kind == "literal_error" and isinstance(value, str):
         accepted += nearest(value, re.findall(r"'(.*?)'", problem["ctx"]["expected"]))
-    entries = [f"[{part}]" for part in location[1:] if isinstance(part, int)]  # else: one kind of several
+    entries = [f"[{part}]" for part in location[1:] if isinstance(part, int)]  # strings name types of a union
     name = f"{location[0]}{''.join(entries)}"
     return f"{cut(name, 100)}={cut(toml_value(value), 120)} is not accepted; {accepted}"
 

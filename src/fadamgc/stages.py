@@ -1,9 +1,9 @@
-"""What takes time before a round: loading data, choosing an executor, compiling. Progress displays listen.
+"""Slow stages before a round, for progress displays: loading data, choosing an executor, compiling.
 
 with stage("compiling"):
     ...
 
-Warnings of the code below go to the display as well, or to the log if there is none.
+Warnings to the user go to the display as well, or to the log if there is no display.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-Hear = Callable[[str | None], object]  # is called with what begins, and with None when it has ended
+Hear = Callable[[str | None], object]  # called with a stage when it begins, and with None when it has ended
 
 Warn = Callable[[str], object]
 
@@ -43,7 +43,7 @@ def showing(warn: Warn) -> Iterator[None]:
 
 @contextmanager
 def stage(what: str) -> Iterator[None]:
-    """Tell all listeners what is done in a ``with`` block."""
+    """Tell all listeners that the stage ``what`` runs in a ``with`` block."""
     for hear in _listeners:
         hear(what)
     try:

@@ -155,7 +155,7 @@ class Task:
         return read(data, owner, self.lazy, self.collate)
 
     def _tell_what_was_read(self, data: Sequence[tuple[Any, Samples | None]]) -> None:
-        """Say which Datasets were read into memory, and warn if their items are random."""
+        """Log how many items of Datasets were read into memory, and warn if the items are random."""
         read_now = [
             (given, rows)
             for given, rows in data
@@ -201,9 +201,9 @@ class Task:
             clients: number of clients; or the client of each sample, such as a person or a device.
             alpha: concentration of the Dirichlet distribution of labels; small is skewed. None is 0.1 for
                 labels; for any other targets, and with ``math.inf``, samples are distributed at random.
-            test: share of the samples to hold out, or test data, a pair. If ``clients`` says whose samples
-                they are, a share of each client's is held out, which is also the client's own test data
-                (``client_tests``); clients with too few samples for it have none.
+            test: share of the samples to hold out, or test data, a pair. If ``clients`` has the client of
+                each sample, the share is held out from each client's samples and is also the client's own
+                test data (``client_tests``); clients with too few samples have none.
             seed: seed of the split.
             min_size: least number of samples of a client.
             options: further arguments of Task.
@@ -257,7 +257,7 @@ class Task:
         return value <= target if self.goal == "min" else value >= target
 
     def _client_tests(self, n: int) -> tuple[list[Samples] | None, list[int]]:
-        """Return the test data of clients that have some, and which these are."""
+        """Return the test data of the clients that have test data, and the numbers of these clients."""
         if self.client_tests is None:
             return None, list(range(n))
         tests = None if isinstance(self.client_tests, (dict, str, Tensor)) else listed(self.client_tests)
@@ -284,7 +284,7 @@ class Task:
 
 
 def _without_copies(clients: Sequence[Any], samples: Sequence[Samples]) -> list[Any]:
-    """Return what a user gave, with views of the samples in the place of data that was copied."""
+    """Return the user's ``clients``, with views of the samples in the place of data that was copied."""
     kept = []
     for data, rows in zip(clients, samples, strict=True):
         copied = isinstance(rows, Rows) and not isinstance(data, Rows) and tensor_rows(data) is None

@@ -1,4 +1,4 @@
-"""What is checked when a task is made, so that errors appear before the work starts."""
+"""Checks of a new task, so that errors appear before the work starts."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 BROADCAST = "Using a target size"  # the start of torch's warning that output and target differ in shape
 
-Owned: TypeAlias = Sequence[tuple[str, Rows]]  # samples with whose they are
+Owned: TypeAlias = Sequence[tuple[str, Rows]]  # samples, each with the name of its owner
 
 
 def in_memory(clients: Sequence[Samples], tests: Mapping[int, Samples], test: Samples | None) -> Owned:
-    """Return all samples that are in memory, with whose they are."""
+    """Return all samples that are in memory, each with the name of its owner."""
     owned: list[tuple[str, Samples | None]] = [(f"client {i}", data) for i, data in enumerate(clients)]
     owned += [(f"the test data of client {i}", data) for i, data in tests.items()]
     owned.append(("the test data", test))
@@ -146,7 +146,7 @@ def _pairs_samples_wrongly(loss: Loss, output: Tensor, y: Tensor) -> bool:
 
 
 def _check_labels(loss: Loss, output: Tensor, owned: Owned) -> None:
-    """Refuse labels without an output, unless the loss accepts them, as -100 is often ignored."""
+    """Refuse labels for which the model has no output, unless the loss accepts them (-100, often)."""
     classes = output.shape[1] if output.ndim > 1 else 1
     for owner, rows in owned:
         y = rows.targets

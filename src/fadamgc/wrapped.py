@@ -15,7 +15,7 @@ class Wrapped(Algorithm[ServerT, DownT, ClientT, LocalT, UpT]):
     inner: Any
 
     def __post_init__(self) -> None:
-        """Check nothing more."""
+        """Skip the checks: ``inner`` has been checked."""
 
     @property
     def title(self) -> str:  # type: ignore[override]
@@ -29,22 +29,22 @@ class Wrapped(Algorithm[ServerT, DownT, ClientT, LocalT, UpT]):
 
     @property
     def coin(self) -> float | None:
-        """The inner algorithm's."""
+        """The inner algorithm's ``coin``."""
         return self.inner.coin  # type: ignore[no-any-return]
 
     @property
     def init_gradient(self) -> bool:
-        """The inner algorithm's."""
+        """The inner algorithm's ``init_gradient``."""
         return bool(self.inner.init_gradient)
 
     @property
     def round_gradient(self) -> bool:
-        """The inner algorithm's."""
+        """The inner algorithm's ``round_gradient``."""
         return bool(self.inner.round_gradient)
 
     @property
     def full_participation(self) -> bool:
-        """The inner algorithm's."""
+        """The inner algorithm's ``full_participation``."""
         return bool(self.inner.full_participation)
 
     def at(self, t: int) -> Self:
@@ -52,5 +52,5 @@ class Wrapped(Algorithm[ServerT, DownT, ClientT, LocalT, UpT]):
         return dataclasses.replace(self, inner=self.inner.at(t))
 
     def for_rounds(self, rounds: int) -> Self:
-        """Return the algorithm for a run with that many rounds."""
+        """Return the algorithm for a run of ``rounds`` rounds."""
         return dataclasses.replace(self, inner=self.inner.for_rounds(rounds))

@@ -204,7 +204,7 @@ def without(name):
             "row 0 has label='positive'; there are 2 classes, x, y: give classes=",
         ),
         (ROWS[:2], {"test": 0.2}, "test=None trains without an evaluation"),
-        ((list("abcdefghijkl"), list("abcdefghijkl")), {}, "each of 12 rows has another 'label'; give the"),
+        ((list("abcdefghijkl"), list("abcdefghijkl")), {}, "all 12 rows have different values of 'label'"),
     ],
 )
 def test_bad_data_are_refused(data, options, message):

@@ -1,7 +1,7 @@
 """What ``fadamgc list`` shows: all algorithms, presets, studies, tasks, partitions and executors.
 
 The part that comes with the package is in catalogue.json (``make docs`` writes it), so that it is shown at
-once, without importing torch. If there are other algorithms as well, everything is looked up.
+once, without importing torch. If other algorithms may be registered, the list is computed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def catalogue() -> dict[str, Any]:
 
 
 def current() -> dict[str, Any]:
-    """Look everything up."""
+    """Compute everything that ``list`` shows."""
     from fadamgc.experiments.spec.sections import EXECUTORS
     from fadamgc.experiments.spec.toml_io import preset, presets
     from fadamgc.methods import algorithms
@@ -59,7 +59,7 @@ def described_algorithm(name: str) -> dict[str, Any]:
     described |= {"needs": [], "settings": dict.fromkeys(cls.setting_names(), "?")}
     try:
         algorithm = cls()
-    except Exception:  # one that needs arguments
+    except Exception:  # the algorithm needs arguments
         return described
     vectors = [round(size / 4000) for size in traffic(algorithm, d=1000)]  # single numbers do not count
     everybody = ["all clients"] if algorithm.full_participation else []

@@ -1,4 +1,4 @@
-"""What all commands share: where they print, and where they search for data."""
+"""Code that all commands share: arguments, options, output and the data folder."""
 
 from __future__ import annotations
 

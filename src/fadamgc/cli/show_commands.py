@@ -1,4 +1,4 @@
-"""The commands that show results, and what the package has."""
+"""The commands that show results, and that list the contents of the package."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def report(
 
 
 def _targets(folders: list[Path], out: Path | None) -> dict[Path, Path]:
-    """Return the folders of reports: the same folders, or inside ``out``, each of several by its name."""
+    """Map each folder to the folder of its report: itself, ``out``, or a subfolder of ``out``."""
     if out is None:
         return {folder: folder for folder in folders}
     if len(folders) == 1:
@@ -116,7 +116,7 @@ def export(
     folder: Annotated[Path, argument("A run (OUT/runs/NAME), a checkpoint, or a Flower server's folder.")],
     to: Annotated[Path, option("File to write, .safetensors or .pt.", "--to")] = Path("model.safetensors"),
     which: Annotated[
-        Literal["last", "best"], typer.Option(help="The model after the last, or of the best round.")
+        Literal["last", "best"], typer.Option(help="The model after the last round, or after the best round.")
     ] = "last",
     task: Annotated[
         str | None,
@@ -304,7 +304,7 @@ def show(results: Results, folder: Path, seconds: float | None = None) -> None:
 
     terminal().print(results_table(results).to_rich(caption(results), CLEARLY_BEST))
     for reason in chain(*results.damaged.values()):
-        say(f"warning: {reason}; the tables are without this run, `fadamgc run --resume` runs it again")
+        say(f"warning: {reason}; the tables omit this run; `fadamgc run --resume` runs it again")
     if results.missing:
         print(f"{results.missing} runs of the spec are missing")
     took = "" if seconds is None else f" ({seconds:.0f} s)"

@@ -30,18 +30,18 @@ FORMS = (
     "a Hugging Face Dataset"
 )
 WHOLE_NUMBER = re.compile(r"-?\d{1,18}")
-ALL_DIFFERENT = 10  # more rows than this, each with another label: the column has no labels
+ALL_DIFFERENT = 10  # if more rows than this all have different labels, the column has no labels
 
 
 class OwnTexts(NamedTuple):
-    """Texts with labels and clients as the data have them."""
+    """Texts with their labels and clients, as they are in the data."""
 
-    place: str  # of the data, for messages
+    place: str  # name of the data in messages
     first: list[str]
     second: list[str] | None
     labels: list[Key]  # all texts, or all whole numbers
     owner: list[Key] | None
-    names: tuple[str, ...] | None = None  # of the labels 0, 1, ..., if the data say so
+    names: tuple[str, ...] | None = None  # names of the labels 0, 1, ..., if the data have them
 
 
 def read(
@@ -50,7 +50,7 @@ def read(
     """Read texts from one of ``FORMS``; ``field`` is the name of the argument in messages.
 
     ``columns`` are the names of the column of texts, or of two columns for pairs of texts; ``client`` is the
-    column that says whose text each row is.
+    column with the client of each text.
     """
     if len(columns) not in (1, 2):
         raise not_accepted("columns", list(columns), "one column of texts, or two")
@@ -167,7 +167,7 @@ def _from_columns(place: str, names: Sequence[str], table: Any, columns: Sequenc
 
 
 def _list(values: Any) -> list[Any] | None:
-    """Return values, also of an array or a tensor, as a list; None if they are not several."""
+    """Return values, an array or a tensor as a list; None for a text, a dict or a single value."""
     if isinstance(values, (str, bytes, Mapping)):
         return None
     return listed(values.tolist() if hasattr(values, "tolist") else values)
@@ -228,8 +228,8 @@ def _known_labels(train: OwnTexts, label: str, classes: int | Sequence[str] | No
             )
         if len(present) == len(train.labels) > ALL_DIFFERENT:
             raise InputError(
-                f"{train.place}: each of {len(present)} rows has another {label!r}; give the name of the "
-                "column of labels, label="
+                f"{train.place}: all {len(present)} rows have different values of {label!r}; give the name "
+                "of the column of labels, label="
             )
         return tuple(present)
     if not isinstance(classes, (list, tuple)):

@@ -1,4 +1,4 @@
-"""From arrays to clients and test data."""
+"""Split arrays into the clients' data and test data."""
 
 from __future__ import annotations
 
@@ -99,10 +99,10 @@ def _owner(clients: Any, samples: int) -> Any:
 
 
 def hold_out(targets: Tensor, owner: Any, share: float, seed: int) -> tuple[Any, Any]:
-    """Hold out a share of each client's samples if they are known, else of each label, else of all.
+    """Hold out a share of each client's samples if clients are known, else of each label, else of all.
 
-    Where that is less than one sample of every client (or label), samples of all are drawn together; one of
-    each stays.
+    If that is less than one sample for every client (or label), the test samples are drawn from all samples
+    together, and each client (or label) keeps at least one sample.
     """
     random = np.random.default_rng((STREAM, seed))
     kinds: Any = np.zeros(len(targets))

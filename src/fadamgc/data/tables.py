@@ -57,7 +57,7 @@ class TableRows(NamedTuple):
         return values
 
     def keys(self, column: str) -> list[str | int]:
-        """Return a column of texts or whole numbers that say what, or whose, a row is."""
+        """Return a column of labels or clients, which are texts or whole numbers."""
         values = self.values(column)
         for row, value in enumerate(values, self.first):
             is_integer = isinstance(value, Integral) and not isinstance(value, bool)

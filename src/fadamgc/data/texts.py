@@ -30,7 +30,7 @@ class Texts(NamedTuple):
     first: list[str]
     second: list[str] | None
     y: npt.NDArray[np.int64]
-    owner: npt.NDArray[Any] | None = None  # whose text each row is, if the data say so
+    owner: npt.NDArray[Any] | None = None  # the client of each text, if the data have clients
 
     def rows(self, numbers: npt.NDArray[np.int64]) -> Texts:
         """Return the texts and labels of some rows."""

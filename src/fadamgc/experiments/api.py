@@ -71,17 +71,17 @@ def experiment(
         methods: algorithms by label, or a list of algorithms.
         out: the folder to write to, new or empty unless ``resume`` or ``overwrite``.
         rounds: global rounds.
-        seeds: how many seeds, or which.
+        seeds: the number of seeds, or a list of seeds.
         title: title of tables, figures and page.
         options: further arguments of ``make_task``.
         tune: the [tune] section of a spec: ``{"eta_l": [...], "eta_g": [...], "rounds": 50}``.
-        cost: how rounds are priced.
+        cost: the cost model, for simulated minutes; None is the default.
         workers: processes; with more than one, functions and algorithms must be in modules, and a script
             needs the usual ``if __name__ == "__main__":``.
         resume: keep the saved runs in the folder that have the same settings.
         overwrite: remove the experiment in the folder.
         progress: show the progress on stderr.
-        save_models: whether each run leaves its "last" or its "best" model, as model.safetensors.
+        save_models: the model that each run saves as model.safetensors, "last" or "best"; None: no model.
         settings: further keys of the [run] section, as for ``simulate``: sampled, local_steps, target, ...
 
     Returns:
@@ -273,9 +273,9 @@ def _check_importable(task: Any, methods: Any, local_steps: Any, workers: int) -
 
 
 def _digest(task: Task) -> str:
-    """Return a name for the task's data and model, so that the runs of another one are not taken for its."""
+    """Return a name for the task's data and model, so that runs of another task are not reused for it."""
     sha = hashlib.sha256(repr(task.model).encode())
-    if not task.in_memory() or any(isinstance(data, Items) for data in task.in_memory()):  # two samples of it
+    if not task.in_memory() or any(isinstance(data, Items) for data in task.in_memory()):  # hash two samples
         sha.update(repr(task.sizes.tolist()).encode())
         tensors = leaves(task.sample())
     else:

@@ -1,4 +1,4 @@
-"""The trained model out of a folder: of a run, of a checkpoint, or of a federation's server."""
+"""Export the trained model from the folder of a run, of a checkpoint, or of a federation's server."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ FEDERATION = "federation"  # the bundle of a Flower server
 def export(folder: Path, to: Path, which: Literal["last", "best"] = "last", task: str | None = None) -> Path:
     """Write the model of a folder as a state_dict, ``.safetensors`` or ``.pt``.
 
-    ``task`` names a function that returns the task, ``my_module:make_task``, where the folder does not say
-    how its model is made.
+    ``task`` names a function that returns the task, ``my_module:make_task``; it is needed if the folder does
+    not say how its model is made.
     """
     if to.suffix not in (".safetensors", ".pt", ".pth"):
         raise not_accepted("to", str(to), "a file name that ends with .safetensors or .pt")

@@ -99,7 +99,7 @@ def points_table(points: Sequence[Point], best: Sequence[Point]) -> pd.DataFrame
 def read_points(path: Path, labels: Sequence[str], goal: str, seeds: int) -> dict[Point, bool]:
     """Read the points of some methods from tuning.csv, and whether each was chosen.
 
-    ``seeds``: with how many seeds points were tried, for files of earlier versions, which do not say it.
+    ``seeds`` is the number of seeds per point in files of earlier versions, which do not contain it.
     """
     by_text = {csv_cell(label): label for label in labels}
     try:

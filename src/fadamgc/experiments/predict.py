@@ -29,7 +29,7 @@ def predict(
     """
     adapter, reading = _adapter(Path(folder))
     texts: list[str | tuple[str, str]] = [first if second is None else (first, second)]
-    reading.parts(texts)  # before the model is loaded
+    reading.parts(texts)  # check the texts before loading the model
     try:
         model = load_classifier(reading, adapter, base)
     except InputError as error:

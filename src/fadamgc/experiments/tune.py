@@ -1,4 +1,4 @@
-"""Choose hyperparameters of every method from a grid, on data that are not test data."""
+"""Choose hyperparameters of every method from a grid, on held-out train data."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 STARTS = 4  # points of each method that Optuna draws at random before it learns from them
-ASKED = 100  # suggestions of Optuna, among which a point is searched that was not tried yet
+ASKED = 100  # suggestions that Optuna may make until one is a point that was not tried yet
 AT_ONCE = 2  # points of each method that a race tries with more seeds before it ranks them again
 
 Key: TypeAlias = tuple[str, Values, int]  # label, values, rounds
@@ -51,7 +51,7 @@ class Tuned:
         return {point.label: shown_values(point.values) for point in self.best}
 
     def to_pandas(self) -> pd.DataFrame:
-        """Make a table of the grid, one row per point; ``chosen`` marks those in the spec."""
+        """Make a table of the grid, one row per point; ``chosen`` marks the points in the spec."""
         return points_table(self.points, self.best)
 
 
@@ -68,11 +68,15 @@ def tune(
     A run of the search is evaluated on held-out train data and ends at the target. A run whose updates were
     not finite counts as one that never reached the target.
 
-    The search is "full"; or "race", which chooses the same without the runs that can no longer change the
-    choice; or "halving": all points for a third of the rounds, and the best third of them for all rounds; or
-    "random": some points of each grid, drawn at random; or "optuna": some points of each grid, one after the
-    other, that Optuna's TPE suggests after the earlier ones. All methods have the same chances. The arguments
-    are those of ``run_spec``.
+    The search is one of:
+
+    - "full": all points of the grid;
+    - "race": the same choice as "full", without the runs that can no longer change the choice;
+    - "halving": all points for a third of the rounds, then the best third of the points for all rounds;
+    - "random": some points of each grid, drawn at random;
+    - "optuna": some points of each grid, one after the other, suggested by Optuna's TPE.
+
+    All methods are searched in the same way. The arguments are those of ``run_spec``.
     """
     out = Path(out)
     grid = grid_of(spec)
@@ -191,7 +195,7 @@ def grid_of(spec: Spec) -> TuneSpec:
 def points_of(spec: Spec) -> dict[str, list[Values]]:
     """Return the points of each method's grid, or some of them in a random search.
 
-    Those of a search with Optuna are not known before; here it has as many points as a random search.
+    Optuna's points are not known in advance; in their place are as many points as in a random search.
     """
     grid = grid_of(spec)
     points: dict[str, list[Values]] = {}

@@ -16,7 +16,7 @@ from fadamgc.random_numbers import readers_seeded
 from fadamgc.runtime import seeded
 from fadamgc.samples import Items, Rows, Samples, cast, joined, map_tensors
 
-SOME = 16  # clients whose data stands for that of all, where data is made on demand
+SOME = 16  # number of clients whose data represents all clients, if data is made on demand
 
 
 class ClientData(NamedTuple):
@@ -49,7 +49,7 @@ class ClientData(NamedTuple):
 
     @contextmanager
     def draws_at(self, seed: int) -> Iterator[None]:
-        """Seed torch's global numbers in a ``with`` block, and those that a Dataset may use as well."""
+        """Seed torch in a ``with`` block, and also Python and numpy if the samples are items of a Dataset."""
         with seeded(seed, self.device), readers_seeded(seed) if self.is_read_per_batch else nullcontext():
             yield
 
@@ -97,7 +97,7 @@ class ClientTable:
     def together(self) -> ClientData:
         """Return the samples of all clients, one client after the other, if they are in memory.
 
-        If they are made on demand, only those of some clients.
+        If samples are made on demand, the result has only the samples of some clients.
         """
         some = np.linspace(0, len(self) - 1, min(SOME, len(self))).astype(int) if self.on_demand else None
         clients = [

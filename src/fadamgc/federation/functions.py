@@ -208,9 +208,9 @@ class TaskFunctions:
         t: int,
         models: Sequence[tuple[Tensor, Buffers]] | None = None,
     ) -> NDArray[np.float64]:
-        """Return the metric of the model on each client's data; of several numbers, the first.
+        """Return the metric of the model on each client's data; the first number if a metric has several.
 
-        ``clients`` has the data of the task's clients that are evaluated; the value of any other is nan.
+        ``clients`` has the data of the task's evaluated clients; all other clients have the value nan.
         Samples in memory pass the model together, whatever the clients' sizes. ``models`` has the parameters
         and buffers of each client, if they differ.
         """

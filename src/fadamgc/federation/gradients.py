@@ -1,4 +1,4 @@
-"""What happens to every local gradient before the algorithm sees it."""
+"""Clipping and weight decay, which change every local gradient before the algorithm sees it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class GradientOptions(NamedTuple):
         return g
 
     def adjust_in_place(self, x: Tensor, g: Tensor) -> None:
-        """Do the same to the gradient itself."""
+        """Change g in place to the gradient that the algorithm sees at x."""
         if self.clip_norm is not None:
             g.mul_(self._scale(g))
         if self.weight_decay is not None:

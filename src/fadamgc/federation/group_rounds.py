@@ -19,13 +19,14 @@ AnyGrouped = GroupedAlgorithm[Any, Any, Any, Any, Any]
 
 
 class GroupRounds:
-    """The state of a global round between its group rounds; the federation does not change until its end.
+    """The state of a global round between its group rounds; the federation changes only when the round ends.
 
     Attributes:
         done: number of group rounds that are done.
-        server, buffers: the state after those: of the algorithm, and of each group's model.
+        server: the algorithm's server state after these group rounds.
+        buffers: the buffers of each group's model after these group rounds.
         losses: mean loss of each client in each group round.
-        work: the work of each group round, and at the end that of the groups.
+        work: the work of each group round; at the end, also the work of the groups.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class GroupRounds:
         server, self._buffers_before = state
         self.server = algorithm.start_round(server)
         self.buffers = [dict(self._buffers_before) for _ in groups]
-        self.rounds: list[Round] = []  # of the groups, in the group round that is under way
+        self.rounds: list[Round] = []  # one per group, in the current group round
         self.done = 0
         self.losses: list[Tensor] = []
         self.work: list[Work] = []

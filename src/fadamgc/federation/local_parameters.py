@@ -1,9 +1,9 @@
 """Parameters that stay at the clients (FedBN, personal layers), for every algorithm.
 
 The shared parameters are trained by the algorithm, as always. The local parameters of each client are
-trained by the same algorithm in a federation of one: the client is its own server, so nothing of them is
-sent, averaged or corrected, and whatever the algorithm keeps between rounds (moments, server momentum) is
-kept by the client. Buffers of local layers, BatchNorm's statistics, stay at the client as well.
+trained by the same algorithm in a federation of one: the client is its own server, so local parameters
+are not sent, averaged or corrected, and the client keeps the algorithm's state between rounds (moments,
+server momentum). Buffers of local layers, BatchNorm's statistics, stay at the client as well.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from fadamgc.wrapped import Wrapped
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Which parts of a model's flat vector are local, and which buffers."""
+    """Which parameters and which buffers of a model are local."""
 
     sizes: tuple[int, ...]  # of the parameters, in the order of the flat vector
     is_local: tuple[bool, ...]
     buffers: tuple[tuple[str, torch.Size, torch.dtype], ...]  # local ones: name, shape and type
 
     def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the shared and the local part of a vector; a short example of a vector is halved."""
+        """Return the shared and the local part of a vector; a vector of another length is halved."""
         if len(x) != sum(self.sizes):
             return x[: len(x) // 2], x[len(x) // 2 :]
         pieces = list(zip(torch.split(x, list(self.sizes)), self.is_local, strict=True))
@@ -112,7 +112,7 @@ class PartServer(NamedTuple):
 
 
 class PartDown(NamedTuple):
-    """What a client starts from."""
+    """The values from which a client starts."""
 
     x: Tensor  # the whole model, with the client's own part (see ``receive``)
     shared: Any  # the algorithm's message
@@ -122,9 +122,9 @@ class PartClient(NamedTuple):
     """A client's state."""
 
     shared: Any  # the algorithm's client state for the shared part
-    server: Any  # of the federation of one, for the local part
-    own: Any  # the client's state in it
-    rounds: Tensor  # in which the client has taken part
+    server: Any  # server state of the federation of one, for the local part
+    own: Any  # client state of the federation of one, for the local part
+    rounds: Tensor  # number of rounds in which the client has taken part
     buffers: Tensor  # the local buffers as one vector
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 from fadamgc.errors import shown, whole
 from fadamgc.federation.cost import WORK_COLUMNS, CostModel, Work
 
-BY_CLIENT = "clients: "  # how the names of numbers over clients begin, see ``metrics.client_metrics``
+BY_CLIENT = "clients: "  # prefix of the names of numbers over clients, see ``metrics.client_metrics``
 
 Packed: TypeAlias = "array[int] | tuple[int, ...] | Repeated"
 

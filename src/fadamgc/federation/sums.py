@@ -51,7 +51,7 @@ class Sums:
         return float(torch.stack(self.losses).double().mean()) if self.losses else None
 
     def mean_buffers(self, before: Buffers) -> Buffers:
-        """Return the mean of the buffers over clients, integers rounded; those that are not sent stay."""
+        """Return the mean buffers over clients, integers rounded; buffers that are not sent do not change."""
         mean = {name: value / self.S for name, value in self.buffers.items()}
         return before | {
             name: (value if before[name].is_floating_point() else value.round()).to(before[name].dtype)

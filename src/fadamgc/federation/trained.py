@@ -53,13 +53,13 @@ def predicted_labels(module: nn.Module, texts: Sequence[str | tuple[str, str]]) 
 
 
 def export_module(module: nn.Module, path: Path) -> Path:
-    """Write the state_dict of a module into a file; the suffix says how."""
+    """Write the state_dict of a module into a file; its suffix sets the format."""
     if path.suffix not in (".safetensors", ".pt", ".pth"):
         raise not_accepted("path", str(path), "a file name that ends with .safetensors or .pt")
     path.parent.mkdir(parents=True, exist_ok=True)
     data = io.BytesIO()
     if path.suffix == ".safetensors":
-        with tempfile.TemporaryDirectory() as folder:  # save_model knows tensors that share memory
+        with tempfile.TemporaryDirectory() as folder:  # save_model can write tensors that share memory
             save_model(module, str(Path(folder) / "model"))
             data.write((Path(folder) / "model").read_bytes())
     else:

@@ -1,4 +1,4 @@
-"""How does a method compare on digits? Tuned on held-out data, next to the methods of the preset."""
+"""Compare a method, tuned on held-out data, with the methods of the preset on digits."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class DigitsRow(NamedTuple):
     final: float  # accuracy after the last round
     mb: float  # per round, all clients together
     step_sizes: dict[str, float]
-    note: str = ""  # how its runs differ from those of the others
+    note: str = ""  # how its runs differ from the runs of the other methods
 
 
 def compare_on_digits(algorithm: AnyAlgorithm) -> list[DigitsRow]:

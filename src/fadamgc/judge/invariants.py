@@ -19,7 +19,7 @@ from fadamgc.tree import named_leaves
 
 CLIENTS, DIM, ROUNDS, K = 4, 6, 4, 3
 RTOL, ATOL = 1e-9, 1e-11
-SCALE, SCALE_RTOL, SCALE_ATOL = 8.0, 1e-4, 1e-6  # of the loss; an eps in a denominator breaks it a little
+SCALE, SCALE_RTOL, SCALE_ATOL = 8.0, 1e-4, 1e-6  # of the loss; an eps in a denominator adds a small error
 
 Gradient = Callable[[Tensor], Tensor]
 
@@ -61,7 +61,7 @@ def _gradients(a: Tensor, b: Tensor) -> list[Gradient]:
 
 
 def _play(algorithm: AnyAlgorithm, gradients: Sequence[Gradient], x: Tensor, absent: bool = False) -> _Play:
-    """Play some rounds; with ``absent``, each is without one client, and one of the others is not tracked."""
+    """Run some rounds; with ``absent``, each round lacks one client, and one other client is not tracked."""
     n = len(gradients)
     algo: Any = algorithm.for_groups([n]) if isinstance(algorithm, GroupedAlgorithm) else algorithm
     starts = [gradient(x) if algo.init_gradient else None for gradient in gradients]
@@ -89,7 +89,7 @@ def _compared(x: Tensor, other: Tensor, rtol: float = RTOL, atol: float = ATOL) 
 
 
 def check_shift(algorithm: AnyAlgorithm) -> tuple[bool, str]:
-    """Check that another origin changes nothing; weight decay breaks it."""
+    """Check that the result does not depend on the origin; with weight decay, it does."""
     a, b, x = _problem()
     shifted = _play(algorithm, _gradients(a, b + 3.0), x + 3.0)
     return _compared(shifted.x - 3.0, _play(algorithm, _gradients(a, b), x).x)

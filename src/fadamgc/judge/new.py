@@ -1,4 +1,4 @@
-"""A new method: the skeleton under another name, with its test."""
+"""Write the files of a new method: a renamed copy of the skeleton, and its test."""
 
 from __future__ import annotations
 

@@ -24,16 +24,16 @@ CLIENTS, DIM, SAMPLED = 12, 5, 4
 STEPS, ROUNDS = 10, 1500
 GROUPS = 3  # for methods with groups
 STEP_SIZES = (0.1, 0.03, 0.01, 0.003, 0.001)
-EXACT, SMALL, LARGE = 1e-18, 1e-5, 1e3  # squared gradient norms, from about 10 at the start; SMALL: no proof
+EXACT, SMALL, LARGE = 1e-18, 1e-5, 1e3  # squared gradient norms; about 10 at the start
 
 
 class Exactness(NamedTuple):
-    """The squared gradient norm of the mean at the end, with the best of several local step sizes."""
+    """The final squared gradient norm of the mean objective, with the best of several local step sizes."""
 
     sampled: int  # clients per round, of 12
     norm: float
     eta_l: float
-    before: float  # the same at two thirds of the rounds
+    before: float  # the norm at two thirds of the rounds
 
     @property
     def verdict(self) -> str:

@@ -27,7 +27,7 @@ Say = Callable[[str], object]
 
 @dataclass(frozen=True)
 class Verdict:
-    """All that was found out about a method."""
+    """The results of all checks and comparisons of a method."""
 
     method: str
     settings: dict[str, Any]

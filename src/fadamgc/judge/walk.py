@@ -1,4 +1,4 @@
-"""Two rounds by hand, with a look at everything that the methods of an algorithm return."""
+"""Run two rounds by hand, and check everything that the methods of an algorithm return."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ ORDER = (
     *("main-sst2", "curves", "heterogeneity", "tracking", "participation", "beta2", "theory", "har"),
 )
 NOTES = "notes.md"  # explanations, written by hand, in the folder of the records
-CLEAR = 2.0  # standard errors between two means whose order is called clear
+CLEAR = 2.0  # standard errors by which two means must differ for their order to be clear
 LEVEL = 0.9  # a number of rounds below this share of another is called smaller
 
 

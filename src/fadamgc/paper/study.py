@@ -35,7 +35,7 @@ from fadamgc.toml import parse_toml
 
 SCALES = ("laptop", "paper")
 STUDIES = PRESETS | toml_files("fadamgc.paper", "studies")  # a preset is the same at both scales
-STUDY = "study.json"  # in the folder of a study with several experiments, each of which has a folder in it
+STUDY = "study.json"  # in the folder of a study with several experiments; each experiment has a subfolder
 # The files that ``keep`` copies in addition to the records of runs: no weights, no page.
 KEPT = (
     *(SPEC, PARTITION, TUNING_TABLE, TUNED_SPEC, "results.csv", "results.md", "results.tex", "curves.png"),

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class Constants(NamedTuple):
-    """The constants of the assumptions; those for all x are taken at the first x and the optimum."""
+    """The constants of the assumptions; maxima over all x are taken over the first x and the optimum."""
 
     L: float  # smoothness of every f_i
     F: float  # f(x^1) - f*
@@ -150,7 +150,7 @@ def slope(lines: Sequence[Bound]) -> float:
 
 
 def speed_ups(lines: Sequence[Bound]) -> list[tuple[str, str, float]]:
-    """List group, method and slope of those that have several values of n K."""
+    """List group, method and slope for each method of a group with several values of n K."""
     positive: dict[tuple[str, str], list[Bound]] = {}
     for line in lines:
         if line.measured > 0:

@@ -110,7 +110,7 @@ class Checkpoint:
                 "ask for at least as many rounds, or give another folder"
             )
         if done and done < settings.rounds and done % settings.eval_every:
-            # It was evaluated because it was the last round; a run without a stop has no evaluation there.
+            # This round was evaluated only because it was the last one; a longer run would not evaluate it.
             none: dict[str, Any] = dict.fromkeys(("test_loss", "test_accuracy", "test_metric"))
             none["metrics"] = {}
             saved.history[-1] = dataclasses.replace(saved.history[-1], **none)
@@ -118,7 +118,7 @@ class Checkpoint:
         return saved
 
     def read(self, algorithm: AnyAlgorithm | None = None, identity: Mapping[str, Any] | None = None) -> Run:
-        """Read the checkpoint; with an algorithm and an identity, refuse one of another run."""
+        """Read the checkpoint; with an algorithm and an identity, refuse a checkpoint of another run."""
         body, tensors = read_bundle(self.folder, NAME, (1, 2, FORMAT))
         self._tensors = body["tensors"]
         if identity is None:
@@ -137,14 +137,14 @@ class Checkpoint:
             else:
                 clients = self._from_slots(body["n"], initial, slots)
                 if old:
-                    clients.changed = set(clients.participants)  # the journal does not have them
+                    clients.changed = set(clients.participants)  # format 1 has no slots in a journal
             # Rounds may have had other prices before the run was resumed.
             history = [record.priced(description["cost"]) for record in history]
             best = runs.best_of(body, tensors)
             return Run(algorithm, server, clients, buffers, history, best=best, **description)
 
     def open_slots(self, initial: Any, used: dict[int, int] | None = None) -> Slots:
-        """Open the file of the clients' states, with the slots in use; make a new file if that is None."""
+        """Open the file of the clients' states, with the slots ``used``; None makes a new file."""
         self.slots = Slots(initial, self.folder / STATES, used, self.writing)
         self.slots.before_write = self._check_lock
         return self.slots
@@ -193,7 +193,7 @@ class Checkpoint:
         return history, slots
 
     def _from_slots(self, n: int, initial: Any, slots: Mapping[str, Any]) -> ClientStates:
-        """Open the file of states, whose slots and checksums are given for each client."""
+        """Open the file of states; ``slots`` has the slot and the checksum of each client."""
         used: dict[int, int] = {}
         for i, (slot, crc) in slots.items():
             self._table[whole("client", int(i), 0, n - 1)] = whole("slot", slot, 0)
@@ -207,7 +207,7 @@ class Checkpoint:
     def _compare(self, settings: Mapping[str, Any], identity: Mapping[str, Any], done: int) -> None:
         for key, here in identity.items():
             saved, here = _without_none(settings.get(key)), _without_none(as_json(here))
-            if key == "schedule" and saved and here:  # it may be longer now
+            if key == "schedule" and saved and here:  # the schedule may be longer now
                 saved, here = saved[:done], here[:done]
             if saved != here:
                 raise OtherRunError(_difference(self.folder, key, saved, here))

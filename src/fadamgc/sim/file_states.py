@@ -50,10 +50,10 @@ class Slots:
         if self.crc and (self._end - 1) * self._slot + self._size > os.fstat(self._file).st_size:
             raise CheckpointError(f"{self.path} is damaged: it is too short for the states that were saved")
         self._free = sorted(set(range(self._end)) - self.crc.keys(), reverse=True) if self._slot else []
-        self._named: set[int] = set(self.crc)  # by the last checkpoint
-        self._released: set[int] = set()  # free after the next checkpoint
+        self._named: set[int] = set(self.crc)  # slots that the last checkpoint names
+        self._released: set[int] = set()  # slots that become free with the next checkpoint
         self._closed = not writing
-        self.before_write: Callable[[], None] = lambda: None  # may refuse
+        self.before_write: Callable[[], None] = lambda: None  # raises an error to refuse a write
 
     def put(self, state: Any) -> int:
         """Write a state into a free slot, and return the slot."""
@@ -112,7 +112,7 @@ class Slots:
             sync_folder(self.folder)
 
     def named(self, slots: Iterable[int]) -> None:
-        """Note that a checkpoint names these slots, and all other slots that were not freed."""
+        """Record that a checkpoint names these slots, and the slots named before that were not freed."""
         self._named.update(slots)
         self._named -= self._released
         self._free.extend(self._released)
@@ -146,7 +146,7 @@ class Slots:
 
 
 def _open(folder: Path | None, new: bool, writing: bool) -> int:
-    """Open the file of slots; a new file replaces an old one, which stays as it is for those who read it."""
+    """Open the file of slots; a new file replaces an old one, which its readers can still read."""
     try:
         if folder is None:
             with tempfile.TemporaryFile(prefix="fadamgc-states-") as file:

@@ -19,7 +19,7 @@ FIRST_LINE, NEXT_LINES, SLOW_STAGE = 10.0, 60.0, 5.0  # seconds until a line is 
 
 
 class Shown(NamedTuple):
-    """What to call while runs are executed."""
+    """Functions to call while runs are executed."""
 
     begin: Callable[[int], None]  # with the number of rounds that are done already
     advance: Callable[..., None]  # with the record of a round, and the number of rounds done if several runs
@@ -27,7 +27,7 @@ class Shown(NamedTuple):
 
 @contextmanager
 def progress_bar(show: bool, label: str, rounds: int) -> Iterator[Shown]:
-    """Show the progress of ``rounds`` rounds on stderr, and what is done before the first one."""
+    """Show the progress of ``rounds`` rounds on stderr, and the stages before the first round."""
     console = Console(stderr=True)
     if not show:
         yield Shown(lambda _: None, lambda *_: None)
@@ -59,7 +59,7 @@ def progress_bar(show: bool, label: str, rounds: int) -> Iterator[Shown]:
 
 
 class _Lines:
-    """Prints a line if the last one is long ago."""
+    """Prints a line if enough time has passed since the last line."""
 
     def __init__(self, console: Console, label: str, rounds: int) -> None:
         self.console, self.label, self.rounds = console, label, rounds

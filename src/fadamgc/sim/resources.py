@@ -34,7 +34,7 @@ class TaskParts:
 
     @cached_property
     def client_tests(self) -> ClientTable:
-        """The data of ``task.evaluated``: their test data, or else, of all clients, what they train on."""
+        """The test data of the clients in ``task.evaluated``; if there is none, the training data of all."""
         f = self.functions
         tests = f.task.client_test_samples
         return self.clients if tests is None else ClientTable(tests, f.dtype, f.device)
@@ -43,7 +43,7 @@ class TaskParts:
     def fingerprint(self) -> dict[str, str]:
         """Digests of data and model, loss and metric, by which a checkpoint recognises the task.
 
-        Of data that is read per batch or made on demand, only the sizes and two samples count.
+        For data that is read per batch or made on demand, the digest covers only the sizes and two samples.
         """
         f, clients, task = self.functions, self.clients, self.functions.task
         model = [f.x0, *f.buffers0.values(), *f.fixed.values()]
@@ -121,7 +121,7 @@ class Resources:
         return parts
 
     def executor(self, choice: ExecutorChoice, workload: Workload, compiled: bool | None) -> Executor:
-        """Return the executor of an equal workload on a task with the same model, or a new one."""
+        """Return the executor of an earlier equal workload with the same model, or a new executor."""
         kind = (choice, type(workload.algorithm), workload[3:], compiled)
         for cached_kind, other, executor in self._executors:
             if cached_kind != kind:

@@ -201,7 +201,7 @@ def _images(spec: ImagesTask, seed: int, validation: float) -> Task:
 
 
 def _image_rows(data: images.Images, parts: Iterable[Positions]) -> list[Subset[Any]]:
-    """Return images that stay on disk until they are needed, and are in memory once for all processes."""
+    """Return images that are read from disk when needed; all processes share them in memory."""
     return clients_of(torch.from_numpy(data.x), torch.from_numpy(data.y), parts)
 
 
@@ -265,7 +265,7 @@ def _balanced(labels: Positions, count: int | None) -> Positions:
     if count is None or count >= len(labels):
         return np.arange(len(labels))
     order = np.random.default_rng(0).permutation(len(labels))
-    turn = np.empty(len(labels), dtype=np.int64)  # how many rows of the same class come before, in this order
+    turn = np.empty(len(labels), dtype=np.int64)  # number of earlier rows of the same class in ``order``
     for c in np.unique(labels):
         of_class = order[labels[order] == c]
         turn[of_class] = np.arange(len(of_class))

@@ -43,7 +43,7 @@ class Labels(NamedTuple):
 
 
 def function_task(spec: FunctionTask, seed: int, validation: float) -> Task:
-    """Call the function of a spec; if it does not hold out data itself, a share of each client's is."""
+    """Call the function of a spec; if it holds out no data, hold out a share of each client's data."""
     function = load_object(spec.data)
     if not callable(function):
         raise InputError(f"[task] data={spec.data!r} is not a function; it must return a fadamgc.Task")
@@ -83,8 +83,8 @@ def function_task(spec: FunctionTask, seed: int, validation: float) -> Task:
     if _same_test(task, function_task(spec, seed, validation=0.0)):
         raise InputError(
             f"[task] data={spec.data!r} returns its test data for validation={validation}; hold out a share "
-            "of the train data there, or remove the argument 'validation', and a share of each client's data "
-            "is held out"
+            "of the train data in the function, or remove its argument 'validation' to hold out a share of "
+            "each client's data"
         )
     return task
 
@@ -112,7 +112,7 @@ def task_labels(task: Task) -> Labels | None:
 
 
 def held_out(task: Task, share: float) -> Task:
-    """Return the task with a share of each client's data as test data, instead of the test data."""
+    """Return the task with a share of each client's data held out, in the place of its test data."""
     if not task.in_memory():
         raise InputError(
             "a share of data that is made on demand (LazyClients) cannot be held out; give the function the "
@@ -139,7 +139,7 @@ TRIED = 256  # samples with which a metric is called to learn its name
 
 
 def measure_of(task: Task) -> str:
-    """Return the name of a task's metric: of several named numbers, that of the first."""
+    """Return the name of a task's metric; if it has several named numbers, the name of the first."""
     if isinstance(task.metric, str):
         return task.metric
     return _first_name(task) or full_name(task.metric).rpartition(":")[2]
@@ -160,7 +160,7 @@ def _first_name(task: Task) -> str | None:
             )
             value = task.metric(module(inputs), targets)
             return str(next(iter(value))) if isinstance(value, Mapping) and value else None
-    except Exception:  # a run says what is wrong with it
+    except Exception:  # a run will report the error
         return None
 
 
@@ -182,7 +182,7 @@ class TableData(NamedTuple):
     x: NDArray[np.float32]
     y: NDArray[Any]
     owner: NDArray[Any] | None
-    columns: Columns | None = None  # of a file with named columns
+    columns: Columns | None = None  # None for a file without named columns
 
 
 def table_task(spec: TableTask, seed: int, validation: float, parts: Any) -> Task:

@@ -114,7 +114,7 @@ class TextTask(LabelledTask):
 
     model: Annotated[str, Field(min_length=1)] = "minilm"  # or a folder, or a name on the hub
     rank: Count | None = None  # of the adapters; None: the default for the model
-    targets: Annotated[tuple[str, ...], Field(min_length=1)] | None = None  # modules with adapters; as rank
+    targets: Annotated[tuple[str, ...], Field(min_length=1)] | None = None  # with adapters; None: default
     upper_layers: Count | None = None  # number of layers, from the top, that have adapters; None: all
     dropout: Annotated[float, Field(ge=0, lt=1)] | None = None  # None: the model's default
     length: Annotated[int, Field(ge=2)] = 128  # tokens; longer texts are cut
@@ -140,14 +140,14 @@ def _as_tuple(value: object) -> object:
 
 
 class TextFileTask(TextTask):
-    """Texts in a file of the user's own; a column is the label, and perhaps another one the client."""
+    """Texts in the user's file; one column is the label, and another column may be the client."""
 
     data: Annotated[str, Field(pattern=r"(?i)\.(csv|parquet|jsonl|json)$")]
     columns: Annotated[tuple[str, ...], BeforeValidator(_as_tuple), Field(min_length=1, max_length=2)] = (
         "text",
     )
     label: Annotated[str, Field(min_length=1)] = "label"
-    client: str | None = None  # the column that says whose text it is; None: a partition
+    client: str | None = None  # column with the client of each text; None: a partition
     test: Share | str = 0.2  # share of the texts that is held out, or another file
     classes: Annotated[int, Field(ge=2)] | tuple[str, ...] | None = None  # names, or how many
 
@@ -219,17 +219,17 @@ class FunctionTask(Section):
 
 
 TABLES = (".csv", ".parquet", ".npz")
-TEXTS = (".jsonl", ".json")  # files that can only have texts; tables with a key of texts have them, too
+TEXTS = (".jsonl", ".json")  # files that always have texts; tables have texts if one of TEXT_KEYS is given
 TEXT_KEYS = ("columns", "label")
 
 
 class TableTask(LabelledTask):
-    """A table in a file of the user's own; a column is the target, and perhaps another one the client."""
+    """A table in the user's file; one column is the target, and another column may be the client."""
 
     data: Annotated[str, Field(pattern=r"(?i)\.(csv|parquet|npz)$")]
     target: Annotated[str, Field(min_length=1)]
     features: Annotated[tuple[str, ...], Field(min_length=1)] | None = None  # None: all other columns, or "X"
-    client: str | None = None  # the column that says whose row it is; None: a partition
+    client: str | None = None  # column with the client of each row; None: a partition
     kind: Literal["classification", "regression"] = "classification"
     test: Share | str = 0.2  # share of the rows that is held out, or another file
     model: Literal["mlp"] = "mlp"

@@ -63,7 +63,7 @@ def text(
         columns: the column of texts in your own data, or two columns for pairs; None is "text".
         label: the column of labels in your own data, texts or whole numbers; None is "label". The labels are
             numbered in sorted order, and predictions have their names.
-        client: the column that says whose text each row is. Each value is a client, and ``clients`` and
+        client: the column with the client of each text. Each value is a client, and ``clients`` and
             ``alpha`` are not used.
         classes: number of labels, or their names in order, if not all of them occur in your own data, or if
             they are the numbers 0, 1, ... in your data and have names.

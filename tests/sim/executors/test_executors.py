@@ -519,7 +519,7 @@ def writes_nothing(source):
 @needs_compiler
 @pytest.mark.parametrize(
     ("change", "message"),
-    [(other_class, "failed: .*error"), (writes_nothing, "does something else than the recorded one")],
+    [(other_class, "failed: .*error"), (writes_nothing, "gives other results than the recorded step")],
 )
 def test_source_of_a_compiler_that_works_differently_is_not_used(
     tmp_path, monkeypatch, caplog, change, message

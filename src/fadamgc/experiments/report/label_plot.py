@@ -54,7 +54,7 @@ def label_figure(counts: npt.ArrayLike, title: str | None = None) -> Figure:
 
 
 def save_label_plot(counts: npt.ArrayLike, path: str | Path, title: str | None = None) -> Path:
-    """Write `label_figure` to a file, all or nothing; the ending (.png, .pdf, .svg) is the format."""
+    """Write `label_figure` to a file atomically; the suffix (.png, .pdf, .svg) sets the format."""
     path = Path(path)
     figure = label_figure(counts, title)
     formats = figure.canvas.get_supported_filetypes()

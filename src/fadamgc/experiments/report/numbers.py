@@ -28,7 +28,7 @@ MEASURES = {  # fields of a Row, and their titles
     "final": "{metric} at the end",
     "average": "{metric}, mean over the rounds",
 }
-LARGEST = 1e300  # value that is drawn; an axis needs room above it
+LARGEST = 1e300  # largest value that is drawn, because an axis needs room above it
 # 97.5 % quantiles of Student's t distribution with 1 to 30 degrees of freedom; more seeds use the last one.
 T95 = (
     *(12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281),
@@ -338,7 +338,7 @@ def summary_frame(results: Results) -> pd.DataFrame:
 def further_metrics(results: Results, with_first: bool = False) -> dict[str, dict[str, Spread]]:
     """Return all named numbers of the last evaluation, by name and method, over seeds.
 
-    Without ``with_first``, the one that is the metric of the experiment is skipped.
+    Without ``with_first``, the number that is the experiment's metric is skipped.
     """
     last: dict[str, list[dict[str, float]]] = {
         label: [next((r.metrics for r in reversed(run.history) if r.metrics), {}) for run in runs]
@@ -368,7 +368,7 @@ def _spreads(row: Row, measures: Sequence[str]) -> dict[str, float]:
 
 
 class ReportedExperiment(NamedTuple):
-    """An experiment in a report: its name there, and its place in a figure over all experiments."""
+    """An experiment in a report: its name in the report, and its place in the figure of all experiments."""
 
     name: str
     results: Results
@@ -376,7 +376,7 @@ class ReportedExperiment(NamedTuple):
     group: str | None = None  # experiments of a group share a row of panels
     axis: str | None = None  # if it differs from the axis of the others
     label_plot: bytes | None = None  # PNG
-    tuning: dict[Point, bool] | str | None = None  # which points were chosen; or why they cannot be read
+    tuning: dict[Point, bool] | str | None = None  # whether each point was chosen; or the error
 
 
 Experiments: TypeAlias = Sequence[ReportedExperiment]

@@ -25,7 +25,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#56B4E9", "#CC79A7", "#7
 DASHES = ((), (5, 2), (1.5, 1.5), (6, 2, 1.5, 2))  # lengths of lines and gaps; the next for every 7 methods
 WIDTH = 1.6  # of all lines, in points
 AXIS_TITLES = {"round": "round", "minutes": "simulated minutes"}
-EARLY = 0.2  # share of the rounds, in which curves are steep, that does not count for the limits of an axis
+EARLY = 0.2  # share of first rounds, with steep curves, that the limits of an axis ignore
 MARGIN = 0.06  # of an axis, above and below the curves
 
 

@@ -149,14 +149,14 @@ def results_table(results: Results) -> Table:
 
 
 def _run_count(row: Row, results: Results) -> str:
-    """Return the number of runs of a method where some are missing."""
+    """Return a note such as " (3 of 4 runs)" if runs of a method are missing, else ""."""
     seeds, damaged = len(results.spec.run.seeds), len(results.damaged[row.method.label])
     more = f", {damaged} damaged" if damaged else ""
     return "" if row.runs == seeds else f" ({row.runs} of {seeds} runs{more})"
 
 
 def to_target(results: Results, row: Row, measure: str, form: str = ".1f", word: str = "") -> Cell:
-    """Show the rounds or minutes to the target, with the runs that reached it where not all did."""
+    """Show the rounds or minutes to the target, and how many runs reached it if not all did."""
     if not row.runs or results.spec.run.target is None:
         return Cell(DASH)
     if row.all_diverged and not row.reached:
@@ -258,8 +258,8 @@ def _range(value: float | tuple[float, ...]) -> str:
 def summary_table(experiments: Experiments, measure: str, precise_minutes: bool = False) -> Table:
     """Tabulate a measure, one row per experiment and one column per method.
 
-    Bold cells are those of ``Results.clearly_best``. ``precise_minutes``: with the digits of
-    ``results_table``.
+    Bold cells are those of ``Results.clearly_best``. With ``precise_minutes``, minutes have as
+    many digits as in ``results_table``.
     """
     labels = numbers.method_labels(experiments)
     lines = []
@@ -274,7 +274,7 @@ def summary_table(experiments: Experiments, measure: str, precise_minutes: bool 
 
 
 def _metric_cell(results: Results, row: Row, measure: str) -> Cell:
-    """Show the metric at the end or its average, with the number of seeds that finished where not all did."""
+    """Show the metric at the end or its average, and how many seeds finished if not all did."""
     spread: Spread = getattr(row, measure)
     if not row.runs or math.isnan(spread.mean):
         return Cell(DIVERGED if row.all_diverged else DASH)

@@ -43,7 +43,7 @@ class TuningMap(NamedTuple):
 def read_tuning(folder: Path, results: Results) -> dict[Point, bool] | str | None:
     """Read the tuning of an experiment from its folder.
 
-    Returns the points with whether each was chosen; why the file cannot be read; or None if there is none.
+    Returns whether each point was chosen; or the error if the file cannot be read; or None without a file.
     """
     path, tune = folder / TUNING_TABLE, results.spec.tune
     if not path.is_file():
@@ -66,7 +66,7 @@ def tuning_maps(results: Results, points: Mapping[Point, bool]) -> list[TuningMa
 
 
 def tuning_map(results: Results, label: str, points: Mapping[Point, bool]) -> TuningMap:
-    """Lay out the points of one method; a cell has the best of the points with these step sizes."""
+    """Lay out the points of one method; a cell has the best point with its step sizes."""
     ordered = sorted(points, key=Point.rank)
     chosen = next((dict(point.values) for point in ordered if points[point]), {})
     tried = _tried(ordered)

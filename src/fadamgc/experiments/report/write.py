@@ -44,7 +44,7 @@ def write_report(folder: str | Path, cost: Mapping[str, Any] = {}, out: str | Pa
 
 
 def check_elsewhere(targets: Iterable[str | Path], sources: Iterable[str | Path]) -> None:
-    """Refuse to write a report into the folder of an experiment that it is only to read, or below it."""
+    """Refuse to write a report into or below the folder of an experiment that is only to be read."""
     read_only = {Path(source).resolve() for source in sources}
     for target in targets:
         place = Path(target).resolve()
@@ -52,7 +52,7 @@ def check_elsewhere(targets: Iterable[str | Path], sources: Iterable[str | Path]
             where = f"over {str(target)!r}" if source == place else f"to {str(target)!r} in {str(source)!r}"
             raise InputError(
                 f"out: a report would be written {where}, which is only read; give another "
-                "folder, or no folder to write the report of an experiment into its own"
+                "folder, or omit it to write each report into the folder of its experiment"
             )
 
 
@@ -102,7 +102,7 @@ def write_summary(
 def write_files(
     folder: Path, files: Mapping[str, bytes], argument: str = "out", hint: str = ""
 ) -> list[Path]:
-    """Write files by name into a folder; an error names the argument that the folder was given as."""
+    """Write files by name into a folder; ``argument`` is the name of the folder in error messages."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, data in files.items():

@@ -62,7 +62,7 @@ from fadamgc.tree import leaves
 log = logging.getLogger("fadamgc")
 
 CHECKPOINT_EVERY = 25  # rounds that an interrupted run loses at the most
-CACHED = 1 / 8  # share of the memory for the tasks that all processes together keep
+CACHED = 1 / 8  # share of the memory that the kept tasks of all processes together may use
 SHARED = (FunctionTask, HarTask, TableTask, TextTask)  # tasks whose data may be large and in no mapped file
 
 
@@ -149,7 +149,7 @@ class SharedTasks:
         """Return the tasks, in the process that they were pickled for."""
         found = dict(self.tasks)
         for key, part in self._pickled:
-            with suppress(Exception):  # it has a module that only the other process could import
+            with suppress(Exception):  # the task needs a module that only the other process can import
                 found[key] = pickle.loads(part)
         return found
 
@@ -181,7 +181,7 @@ _worker = 0  # number of this process among the workers
 
 
 def set_worker(number: int) -> None:
-    """Say which of the worker processes this is; workers take turns on the GPUs of the machine."""
+    """Set the number of this worker process; workers take turns on the GPUs of the machine."""
     global _worker
     _worker = number
 
@@ -223,7 +223,7 @@ def execute(
     """
     tasks = tasks or TaskCache()
     for planned in plan:
-        algorithm_class(planned.method.algorithm)  # so that a worker knows its name
+        algorithm_class(planned.method.algorithm)  # imports the class, so that its name is known in a worker
     ends: dict[int, RunEnd] = {}
 
     def callback(i: int, _: RoundEnd) -> None:

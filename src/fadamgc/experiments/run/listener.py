@@ -1,4 +1,4 @@
-"""What processes and Ray tasks have in common: groups of runs, and functions that hear of their progress."""
+"""Code that worker processes and Ray tasks share: groups of runs, and callbacks for their progress."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def in_groups(plan: Sequence[PlannedRun], workers: int) -> list[list[int]]:
     """Group runs of one method that go to a process together, with enough groups for all processes."""
     most = max(1, min(TOGETHER, -(-len(plan) // (3 * workers))))
     if any(isinstance(planned.task, ImagesTask | TextTask) for planned in plan):
-        most = 1  # such runs would share nothing, and each has its data in memory
+        most = 1  # these runs cannot share work, and each needs memory for its data
     groups: list[list[int]] = []
     for _, alike in groupby(range(len(plan)), key=lambda i: plan[i].method.algorithm):
         numbers = list(alike)

@@ -19,7 +19,7 @@ from fadamgc.experiments.run.execution import RunEnd
 from fadamgc.experiments.run.listener import Listener, OnEnd, OnRound
 from fadamgc.stages import Hear, SlowStages, Warn
 
-SLOW_STAGE = 5.0  # seconds after which a stage is said without a terminal
+SLOW_STAGE = 5.0  # seconds after which a stage is printed if stderr is not a terminal
 
 
 def warn(message: str, console: Console | None = None) -> None:
@@ -46,10 +46,10 @@ def _once(show: Warn) -> Warn:
 
 @contextmanager
 def display(plan: Sequence[PlannedRun], quiet: bool, done: int, later: int = 0) -> Iterator[Listener]:
-    """Show the progress of runs; ``done`` further runs of the command are done already.
+    """Show the progress of runs, and the time left for the whole command.
 
-    ``later`` is the number of rounds of runs that the command executes after these: the time left is that of
-    the whole command.
+    ``done`` is the number of runs that the command has finished before; ``later`` is the number of rounds
+    in runs that the command executes afterwards.
     """
     console = Console(stderr=True)
     above_bars = _once(partial(warn, console=console))

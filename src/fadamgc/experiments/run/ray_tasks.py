@@ -26,7 +26,7 @@ from fadamgc.experiments.run.listener import Listener, in_groups
 from fadamgc.files import write_atomic
 from fadamgc.stages import listening
 
-RETRIES = 3  # times that Ray starts a group again whose process or machine died
+RETRIES = 3  # times that Ray restarts a group after its process or machine has died
 PAUSE = 0.25  # seconds between two messages of a process about its rounds
 
 
@@ -53,7 +53,7 @@ class GroupEnd(NamedTuple):
 
 
 class Mailbox:
-    """An actor for the messages of all processes, which the driver reads now and then."""
+    """An actor that collects the messages of all processes for the driver."""
 
     def __init__(self) -> None:
         self._messages: list[tuple[str, Any]] = []
@@ -113,7 +113,7 @@ def _cancel(pending: dict[Any, list[int]]) -> None:
 
 @contextmanager
 def _proof(folder: Path) -> Iterator[tuple[str, str]]:
-    """Make a file by which a process of the cluster knows that it sees the same folder; return both."""
+    """Make a file and yield its path and content; a process that can read these sees the same folder."""
     folder.mkdir(parents=True, exist_ok=True)
     path, content = folder.absolute() / f".ray-{uuid.uuid4().hex}", uuid.uuid4().hex
     path.write_text(content)

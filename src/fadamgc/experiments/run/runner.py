@@ -40,8 +40,8 @@ class Failure(NamedTuple):
 class Runner:
     """Checks and executes the runs of one command, in ``workers`` processes (None: one per core).
 
-    ``save_models`` is which model each run leaves in its folder; None: no model. With ``ray``, a Ray cluster
-    executes the runs instead.
+    ``save_models`` is the model that each run saves in its folder, "last" or "best"; None: no model. With
+    ``ray``, a Ray cluster executes the runs instead.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Runner:
 
     @contextmanager
     def before(self, plan: Sequence[PlannedRun]) -> Iterator[None]:
-        """In a ``with`` block, count the rounds of runs that come later in the time left."""
+        """Include the rounds of these later runs in the displayed time left, in a ``with`` block."""
         self.later = sum(planned.run.rounds for planned in plan)
         try:
             yield
@@ -88,7 +88,7 @@ class Runner:
         need = records + min(self.workers, len(plan)) * checkpoints
         folder = plan[0].folder
         disk = shutil.disk_usage(next(parent for parent in folder.parents if parent.exists()))
-        if disk.total and need > disk.free:  # where there is no disk at all, writing will fail
+        if disk.total and need > disk.free:  # total 0: no disk, so writing fails
             raise InputError(
                 f"out={str(folder.parent.parent)!r} is on a disk with {size(disk.free)} free; the runs need "
                 f"about {size(need)} ({size(records)} to keep, the rest for checkpoints while they run): "
@@ -98,7 +98,7 @@ class Runner:
     def execute(self, plan: Sequence[PlannedRun], resume: bool, done: int = 0) -> tuple[Failure, ...]:
         """Execute runs, with ``resume`` only those that are not saved, with progress on stderr.
 
-        ``done`` further runs of the same command are done already.
+        ``done`` is the number of runs that the same command has already finished.
         """
         total = done + len(plan)
         plan = [p if p.validation else replace(p, save_model=self.save_models) for p in plan]

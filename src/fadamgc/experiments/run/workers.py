@@ -106,7 +106,7 @@ def _run_in_processes(
         ) from None
     finally:
         with no_interrupts():
-            stopper.send_bytes(b"stop")  # nobody reads it, so all workers see it
+            stopper.send_bytes(b"stop")  # never read, so that every worker can poll it
             pool.shutdown(cancel_futures=True)
             sender.send_bytes(END)
             thread.join()

@@ -24,9 +24,9 @@ from fadamgc.sim.executors.vectorized import Compile, VectorizedExecutor
 from fadamgc.stages import stage, warning
 
 EXECUTORS = ("loop", "threads", "vectorized", "ray")
-SMALL_MODEL = 1_000_000  # parameters up to which a block of clients may pay on a CPU
+SMALL_MODEL = 1_000_000  # parameters up to which a block of clients may be faster on a CPU
 LONG_RUN = 500  # client-steps of a run from which a few of them are spent on timing
-CLEARLY_FASTER = 1.2  # ratio from which another executor replaces the expected one
+CLEARLY_FASTER = 1.2  # ratio of times above which another executor replaces the expected one
 SHORT_STEP = 0.02  # seconds of a step up to which several steps are timed
 # A run is compiled if that is expected to save more time than it costs.
 COMPILING = 10.0  # seconds that compiling takes
@@ -37,7 +37,7 @@ ExecutorChoice: TypeAlias = str | Callable[[Workload], Executor]
 
 log = logging.getLogger("fadamgc")
 
-_warned: set[type] = set()  # algorithms whose rules cannot be mapped, of which the user knows
+_warned: set[type] = set()  # algorithms with unmappable rules of which the user was warned
 
 
 def make_executor(
@@ -97,7 +97,7 @@ def choose_executor(
         return executor
     seconds: dict[str, float] = {}
     errors = [_try(executor, workload, seconds) for executor in candidates.values()]
-    if not seconds:  # so the model or its data is the cause
+    if not seconds:  # every executor failed: because of the model or its data
         raise next(error for error in reversed(errors) if error is not None)
     left = client_steps * runs * min(seconds.values())
     if compiled is None and left * (1 - 1 / COMPILED_GAIN) > COMPILING:

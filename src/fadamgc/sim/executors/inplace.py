@@ -20,8 +20,8 @@ from fadamgc.sim.executors.machine_code import NativeCode, compiled
 from fadamgc.sim.executors.trace import flat_function, pointwise, record
 from fadamgc.tree import leaves, rebuild, skeleton
 
-PIECE = 1 << 15  # numbers of a vector that pass the rules of a step at once, so that they stay in the cache
-WIDE_PIECE = 1 << 17  # that pass the rules of a round, which are few: threads wait for Python at every piece
+PIECE = 1 << 15  # numbers per piece in the rule of a step, so that a piece stays in the cache
+WIDE_PIECE = 1 << 17  # in the rules of a round: larger, because threads wait for Python at every piece
 
 
 class Code:
@@ -34,7 +34,7 @@ class Code:
         self.names, self.compile = lifted_names if compile else (), compile
         self.failed = False  # whether the compilation of a step has failed
         self.step: NativeCode | None = None  # compiled
-        self.in_pieces: dict[Any, bool] = {}  # which of the rules are run piece by piece
+        self.in_pieces: dict[Any, bool] = {}  # by rule: whether it runs piece by piece
         self.lock = threading.Lock()
 
 

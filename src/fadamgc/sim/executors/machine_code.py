@@ -41,14 +41,14 @@ from fadamgc.stages import stage
 
 log = logging.getLogger("fadamgc")
 
-KEPT = 64  # codes that a process keeps
-FILES = 500  # codes that are kept on disk
+KEPT = 64  # compiled graphs that a process keeps in memory
+FILES = 500  # compiled graphs that are kept on disk
 TORCH_FOLDER = "TORCHINDUCTOR_CACHE_DIR"  # torch's variable
 DIGEST = hashlib.sha256().digest_size
 LOOP = Path(__file__).with_name("loop.cpp")
 OPTIONS = {
     "cpp.threads": 1,
-    "cpp.vec_isa_ok": True,  # otherwise a program is compiled only to find that out
+    "cpp.vec_isa_ok": True,  # otherwise torch compiles a program to test this
     "compile_threads": 1,
     "size_asserts": False,
     "aot_inductor.package": True,
@@ -71,7 +71,7 @@ class NativeCode:
     The loop over steps is part of the library and runs without Python's lock.
     """
 
-    constants: Tensors = ()  # arguments before those of a call
+    constants: Tensors = ()  # passed before the arguments of each call
 
     def __init__(self, library: bytes, arguments: Tensors) -> None:
         self._repeat = _loaded(library).fadamgc_repeat
@@ -172,7 +172,7 @@ def compiled(graph: Callable[..., Any], arguments: Tensors, kept_only: bool = Fa
             if code is None:
                 with stage("compiling (once: the code is kept for later runs)"):
                     _codes[key] = _compile(pure, arguments, key)
-        except Exception as error:  # another version of torch may do it differently
+        except Exception as error:  # the compiler may change between versions of torch
             log.warning("a graph is not compiled, which costs speed: %s", first_line(error))
             _codes[key] = None
     code = copy.copy(_codes[key])
@@ -248,7 +248,7 @@ def _build(files: list[str], folder: Path) -> bytes:
         str(LOOP),
         *(file for file in files if file.endswith(".o")),
         *(f"-D{name.strip()}" for name in flags["definitions"]),
-        *(f"-I{path}" for path in (".", *flags["include_dirs"])),  # a constant name: libraries contain it
+        *(f"-I{path}" for path in (".", *flags["include_dirs"])),  # ".": libraries contain the name
         *(f"-{flag}" for flag in (*flags["cflags"], *flags["ldflags"])),
         *shlex.split(" ".join(flags["passthrough_args"])),
         "-w",
@@ -277,7 +277,7 @@ def _check(code: NativeCode, graph: GraphModule, arguments: Tensors) -> None:
         rounding = 8 * torch.finfo(a.dtype).eps if a.is_floating_point() else 0.0
         before, a, b = (t.double().nan_to_num(0.0, 0.0, 0.0) for t in (before, a, b))
         if (a - b).norm() > 0.5 * (b - before).norm() + rounding * before.norm():
-            raise ValueError("the compiled step does something else than the recorded one")
+            raise ValueError("the compiled step gives other results than the recorded step")
 
 
 def _compile_in_private() -> None:

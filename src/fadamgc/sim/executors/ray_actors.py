@@ -2,8 +2,8 @@
 
 The driver, which is the process of ``simulate``, has the clients' states, adds the results in the order of
 the jobs and writes the checkpoints. An actor has the task's data, once per node in shared memory, and an
-executor of this package, so the results do not depend on the number of actors. Nothing is lost with an actor:
-its jobs are given to another one, with the same result.
+executor of this package, so the results do not depend on the number of actors. If an actor is lost,
+another actor does its jobs, with the same results.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ log = logging.getLogger("fadamgc")
 INNER = ("auto", "loop", "threads", "vectorized")
 AHEAD = 2  # assignments that an actor has at the most, so that it never waits for the next one
 TASKS = 2  # tasks that an actor keeps
-POLL = 5.0  # seconds between two looks at the clock
+POLL = 5.0  # seconds between two checks of the deadline
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class Ray:
     """How to run the clients of a round on a Ray cluster: ``simulate(..., executor=fadamgc.Ray(cpus=2))``.
 
     Args:
-        address: of the cluster, ``host:port``; None is a cluster that RAY_ADDRESS names or that runs on this
-            machine, or else a new one on this machine. A connection that exists is used as it is.
+        address: address of the cluster, ``host:port``; None is the cluster that RAY_ADDRESS names or that
+            runs on this machine, or else a new one on this machine. An existing connection is used as it is.
         actors: processes that train clients; None is as many as the cluster has room for.
         cpus: CPUs of an actor, which are also its threads.
         gpus: GPUs of an actor, such as 1 or 0.25; above 0, it trains on its GPU.
@@ -89,7 +89,7 @@ class Ray:
 
 
 class Plan(NamedTuple):
-    """What an actor needs to know about a run, besides its task."""
+    """The values of a run that an actor needs in addition to the task."""
 
     workload: tuple[Any, ...]  # the fields of a Workload after functions and clients
     dtype: torch.dtype
@@ -100,7 +100,7 @@ class Plan(NamedTuple):
 
 
 class PackedJob(NamedTuple):
-    """One client's part in an assignment: a Job without the data, and without what all clients share."""
+    """One client's part in an assignment: a Job without the data and the values that all clients share."""
 
     round: int  # position among the rounds of the assignment
     client: int
@@ -115,12 +115,12 @@ class Assignment:
 
     jobs: list[Job]
     attempts: int = 0
-    sent: float = 0.0  # when the actor could begin with it
+    sent: float = 0.0  # time from which the actor could start
 
 
 @dataclass
 class ActorMember:
-    """An actor, and its assignments, by the reference of the reply."""
+    """An actor, and its assignments by the Ray references of their replies."""
 
     handle: Any
     assignments: dict[Any, Assignment] = field(default_factory=dict)
@@ -208,7 +208,7 @@ class RayExecutor:
     # Requests.
 
     def _parts(self, jobs: Sequence[Job]) -> list[list[Job]]:
-        """Return the jobs in parts for the actors: a block for each, or few jobs at a time."""
+        """Split the jobs into parts: one block per actor, or a few jobs per part."""
         tasks: dict[int, list[Job]] = {}
         for job in jobs:
             tasks.setdefault(id(job.round.functions), []).append(job)
@@ -283,7 +283,7 @@ class RayExecutor:
                 "checkpoint"
             ) from error
         for assignment in assignments[1:]:
-            assignment.attempts -= 1  # the actor had not begun with it
+            assignment.attempts -= 1  # the actor had not started this assignment
         waiting.extendleft(reversed(assignments))
         self._kill(member.handle)
         member.handle, member.assignments = self._new_actor(), {}
@@ -323,7 +323,7 @@ class RayExecutor:
 
 
 class ClientActor:
-    """Trains clients in a process of the cluster. It has no state that would be missed."""
+    """Trains clients in a process of the cluster. It keeps only caches, so it can be replaced at any time."""
 
     def __init__(self, surroundings: Parcel, threads: int) -> None:
         unpack(surroundings).take_over(threads)

@@ -24,7 +24,7 @@ from fadamgc.sim.executors.machine_code import compiler
 from fadamgc.sim.executors.trace import Kinds
 from fadamgc.sim.executors.trainer import Trainer
 
-LARGE_MODEL = 100_000  # parameters from which compiled rules may pay,
+LARGE_MODEL = 100_000  # parameters from which compiled rules may be faster,
 LONG_RUN = 200  # in runs of at least this many client-steps
 
 
@@ -69,7 +69,7 @@ class ThreadsExecutor:
         """Run the jobs; yield results as they are ready."""
         self._rules = {algo: self._rules.get(algo) or self._new(algo) for algo in map(_algorithm, jobs)}
         for job in jobs:
-            _ = job.round.functions.random  # computed with the shared module, so not in a thread
+            _ = job.round.functions.random  # computed here, because it uses the shared module
         done: SimpleQueue[Any] = SimpleQueue()
         stop = threading.Event()
         futures = [self._pool.submit(self._train, job, done, stop) for job in largest_first(jobs)]

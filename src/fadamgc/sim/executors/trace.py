@@ -80,7 +80,7 @@ class Kinds:
         return self._of[algorithm]
 
     def changes(self, algorithm: AnyAlgorithm, varying: Sequence[str]) -> bool:
-        """Whether another value of the varying numbers is another kind, so that compiling cannot pay."""
+        """Whether a varying number is a constant of its graph, so that compiling cannot pay."""
         constants = set(varying).difference(self.of(algorithm).lifted_names)
         if constants:
             names = ", ".join(sorted(constants))
@@ -111,7 +111,7 @@ def _description(value: Any) -> Hashable:
         hash(value)
     except TypeError:
         return repr(value)
-    return type(value), value  # 1, 1.0 and True are equal, but not the same
+    return type(value), value  # 1, 1.0 and True are equal, but have different types
 
 
 def flat_function(function: Function, arguments: tuple[Any, ...]) -> Callable[..., list[Tensor]]:

@@ -50,7 +50,7 @@ class Trainer:
         inputs = functions.sample[0]
         images = isinstance(inputs, Tensor) and inputs.ndim == 4 and functions.dtype == torch.float32
         self.channels_last = images and fits_channels_last(self.module)
-        self.copied: list[tuple[Tensor, Tensor]] = []  # parameters that are copies of their view into x
+        self.copied: list[tuple[Tensor, Tensor]] = []  # a parameter that is a copy, and its view of x
         for parameter, view in zip(self.parameters, functions.flat.unflatten(self.x).values(), strict=True):
             parameter.data = view
             last = self.channels_last and view.ndim == 4

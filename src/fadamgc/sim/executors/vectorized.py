@@ -44,8 +44,8 @@ from fadamgc.tree import leaves, map_leaves, rebuild, skeleton
 
 log = logging.getLogger("fadamgc")
 
-VECTOR_BYTES = 1 << 20  # of one vector over a whole block: then the vectors of a step stay in the cache
-SMALLEST_BLOCK = 8  # clients, even if their vectors are longer than that
+VECTOR_BYTES = 1 << 20  # bytes per vector over a whole block, so that the vectors of a step stay in the cache
+SMALLEST_BLOCK = 8  # clients, even if their vectors exceed VECTOR_BYTES
 CACHED_GRAPHS = 24  # recorded graphs that are kept
 LONG_RUN = 1000  # local steps that a run must plan for a compilation to pay
 
@@ -58,7 +58,7 @@ class VectorizedExecutor:
 
     Args:
         workload: the work of a run. Jobs may belong to other tasks with the same model and loss.
-        block: clients at once; None is as many as are fast.
+        block: number of clients in a block; None: as many as keep the vectors in the cache.
         compile: whether steps become machine code; None compiles if the run is long enough. "kept" uses
             only code that was compiled before and is kept on disk.
     """
@@ -91,7 +91,7 @@ class VectorizedExecutor:
         )  # whether steps are machine code
         self._has_slow_blocks = has_slow_blocks(functions.module)
         self._graphs: dict[Any, Any] = {}
-        self._part_sizes: set[int] = set()  # for which there is compiled code
+        self._part_sizes: set[int] = set()  # sizes of parts for which there is compiled code
 
     @property
     def threads(self) -> int:
@@ -243,7 +243,7 @@ class VectorizedExecutor:
     def _cached(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
         """Return the entry of a key, made once; the entries that were used last are kept."""
         entry = self._graphs.pop(key, None) or make()
-        self._graphs[key] = entry  # now the youngest
+        self._graphs[key] = entry  # now the most recently used
         if len(self._graphs) > CACHED_GRAPHS:
             del self._graphs[next(iter(self._graphs))]
         return entry
