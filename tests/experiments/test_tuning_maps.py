@@ -49,8 +49,8 @@ label = "=FedProx"
 def tuned(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tuned") / "out"
     spec = parse_spec(SPEC, "test")
-    open_folder(ExperimentFolder(folder), spec, resume=False, overwrite=False, tuned=True)
-    result = tune(spec, folder, workers=1, quiet=True)
+    with open_folder(ExperimentFolder(folder), spec, resume=False, overwrite=False, tuned=True):
+        result = tune(spec, folder, workers=1, quiet=True)
     run_spec(result.spec, folder, resume=True, tuned=True, workers=1, quiet=True)
     return folder, result
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import repeat
 from typing import Any, TypeAlias
 
@@ -278,7 +278,7 @@ class TaskFunctions:
         self.module.eval()
         try:
             for inputs, target in chunks:
-                outputs.append(self.output_of(partial(functional_call, self.module, state), inputs))
+                outputs.append(self.output_of(self._called_with(state), inputs))
                 targets.append(target)
         finally:
             self.module.train()
@@ -293,12 +293,15 @@ class TaskFunctions:
             output = model(self.computing.arranged(inputs))
         return self.computing.output(output, self.dtype)
 
+    def _called_with(self, state: dict[str, Tensor]) -> Callable[[Any], Tensor]:
+        return lambda inputs: functional_call(self.module, state, (inputs,))
+
     def _cast(self, part: Tensor) -> Tensor:
         return cast(part, self.dtype, self.device)
 
     def _output(self, x: Tensor, buffers: Buffers, inputs: Any, fixed: Buffers | None) -> Tensor:
         state = {**self.parameters(x), **buffers, **(self.fixed if fixed is None else fixed)}
-        output = self.output_of(partial(functional_call, self.module, state), inputs)
+        output = self.output_of(self._called_with(state), inputs)
         for name in buffers:  # a module may assign a buffer instead of changing it in place
             buffers[name] = state[name]
         return output
