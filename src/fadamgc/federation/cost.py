@@ -7,19 +7,21 @@ links and devices without running it again.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from fadamgc.algorithm import AnyAlgorithm, example, stand_in
+from fadamgc.codecs import codecs_of
 from fadamgc.errors import InputError, not_accepted, real
 from fadamgc.federation.functions import Buffers
 from fadamgc.federation.sampling import Draw
-from fadamgc.tree import leaves
+from fadamgc.tree import leaves, named_leaves
 
 LINK, TIME = (1e-9, math.inf, ">= 1e-09"), (0.0, 1e9, "with 0 <= value <= 1e+09")
 LIMITS = {"down_mbps": LINK, "up_mbps": LINK, "seconds_per_step": TIME, "latency": TIME}
@@ -62,11 +64,15 @@ class Traffic(NamedTuple):
 
 
 def traffic(
-    algorithm: AnyAlgorithm, d: int, dtype: torch.dtype = torch.float32, buffers: Buffers | None = None
+    algorithm: AnyAlgorithm,
+    d: int,
+    dtype: torch.dtype = torch.float32,
+    buffers: Buffers | None = None,
+    codec: Sequence[tuple[str, str]] = (),
 ) -> Traffic:
     """Return the bytes that an algorithm sends for a model of d numbers, from an example of its messages.
 
-    Buffers travel with the model, both ways.
+    Buffers travel with the model, both ways. ``codec`` has pairs of a field and its codec.
 
     >>> from fadamgc import FAdamGC
     >>> traffic(FAdamGC(), d=1000)
@@ -74,9 +80,14 @@ def traffic(
     """
     _, down, _, _, up = example(algorithm, stand_in(d, dtype))
     extra = state_bytes(buffers)
-    sizes = {name: state_bytes(part) for name, part in up._asdict().items()}
-    tracked = sum(size for name, size in sizes.items() if name in algorithm.tracked_only)
-    return Traffic(state_bytes(down) + extra, sum(sizes.values()) - tracked + extra, tracked)
+    sent_down, sent_up = (_sent_bytes(named_leaves(message), codec) for message in (down, up))
+    tracked = sum(n for name, n in sent_up.items() if name.partition(".")[0] in algorithm.tracked_only)
+    return Traffic(sum(sent_down.values()) + extra, sum(sent_up.values()) - tracked + extra, tracked)
+
+
+def _sent_bytes(fields: Mapping[str, Tensor], codec: Sequence[tuple[str, str]]) -> dict[str, int]:
+    codecs = codecs_of(tuple(codec), tuple(fields))
+    return {n: codecs[n].size(leaf.numel()) if n in codecs else leaf.nbytes for n, leaf in fields.items()}
 
 
 def state_bytes(state: Any) -> int:

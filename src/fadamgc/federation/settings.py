@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from fadamgc.algorithm import AnyAlgorithm
+from fadamgc.codecs import codec_table
 from fadamgc.errors import InputError, full_name, listed, not_accepted, real, reason, shown, whole
 from fadamgc.federation.gradients import GradientOptions
 from fadamgc.federation.sampling import Batches, Draw, draw, draw_part, draw_silent, draw_steps
@@ -67,6 +68,8 @@ class Settings:
         weight_decay: weight of an L2 penalty, whose gradient is added to every local gradient; None: none.
         local_parameters: names of layers or parameters, or classes of layers, that stay at the clients: never
             sent, averaged or corrected. "*" stands for anything, as in file names.
+        codec: how fields of messages are sent, as pairs of a field and the name of its codec; None:
+            as they are.
         dtype: type of model and data; None is the model's.
     """
 
@@ -92,6 +95,7 @@ class Settings:
     clip_norm: float | None = None
     weight_decay: float | None = None
     local_parameters: tuple[str, ...] | None = None
+    codec: tuple[tuple[str, str], ...] | None = None
     dtype: torch.dtype | None = None
 
     @classmethod
@@ -108,6 +112,8 @@ class Settings:
             others["weights"] = _weights(others["weights"])
         if others.get("local_parameters") is not None:
             others["local_parameters"] = _patterns(others["local_parameters"])
+        if others.get("codec") is not None:
+            others["codec"] = codec_table(others["codec"]) or None
         if others.get("groups") is not None:
             others["groups"] = _groups(others["groups"])
         if others.get("local_steps") is None and others.get("local_epochs") is None:
@@ -372,6 +378,8 @@ class Settings:
         """Return the settings that determine the run's numbers, as plain data (not how many rounds)."""
         names = [field.name for field in fields(self) if field.name not in NOT_IDENTITY]
         plain = {name: as_json(getattr(self, name)) for name in names}
+        if self.codec is None:
+            del plain["codec"]
         return {name: full_name(value) if callable(value) else value for name, value in plain.items()}
 
 

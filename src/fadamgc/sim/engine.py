@@ -327,9 +327,9 @@ class Engine:
                 dropped.append(job.client)
                 continue
             sums = sums_of[id(job.round)]
-            state, buffers = federation.from_client(result.state, result.buffers)
-            sums.add(job.client, job.batches.steps, result.up, buffers, result.loss)
-            staged = self.clients.stage(state)
+            result = federation.from_client(result)
+            sums.add(job.client, job.batches.steps, result.up, result.buffers, result.loss)
+            staged = self.clients.stage(result.state)
             if job.client in self._staged:
                 self.clients.discard([self._staged[job.client]])
             self._staged[job.client] = staged

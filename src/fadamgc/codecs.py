@@ -1,0 +1,316 @@
+"""Codecs: how the vectors of a message are written in fewer bytes.
+
+A codec turns a vector of n numbers into ``size(n)`` bytes (``encode``) and back (``decode``). Simulations,
+federations and records use and count the same bytes.
+
+    name        bytes for n numbers            what is lost
+    float32     4 n                            nothing of a float32 run
+    bfloat16    2 n                            rounded to 8 bits of precision
+    int8        n + 4 per block of 256         rounded at random to 255 levels of the block's range
+    int4        n / 2 + 4 per block of 64      the same with 15 levels
+    topk:0.01   8 per number that is sent      all but the largest hundredth; it is sent later
+    means:64    4 per block of 64              each number becomes the mean of its block
+
+A number after the name is the length of a block (``int8:1024``), or the share that is sent (``topk:0.05``).
+Random rounding is right on average: the mean over many roundings of a number is that number.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from fadamgc.errors import InputError, nearest, not_accepted, shown
+
+
+@dataclass(frozen=True)
+class Codec(ABC):
+    """How one vector is written as bytes. Encoded vectors are tensors of type uint8."""
+
+    name: ClassVar[str]
+    keeps_rest: ClassVar[bool] = False
+    """Whether a client adds what was not sent to the next vector that it sends (error feedback)."""
+
+    @classmethod
+    def of(cls, argument: str) -> Self:
+        """Make the codec from the text after the colon in its name; "" is the default."""
+        if argument:
+            raise ValueError("it has no number")
+        return cls()
+
+    def __str__(self) -> str:
+        return self.name
+
+    @abstractmethod
+    def size(self, n: int) -> int:
+        """Return the bytes of n numbers."""
+
+    @abstractmethod
+    def encode(self, vector: Tensor, generator: torch.Generator) -> Tensor:
+        """Write a vector of float32 numbers as bytes; random choices come from the generator."""
+
+    @abstractmethod
+    def decode(self, data: Tensor, n: int) -> Tensor:
+        """Read n float32 numbers from ``size(n)`` bytes."""
+
+
+class Float32(Codec):
+    """Four bytes per number."""
+
+    name = "float32"
+
+    def size(self, n: int) -> int:
+        return 4 * n
+
+    def encode(self, vector: Tensor, generator: torch.Generator) -> Tensor:
+        return _bytes(vector)
+
+    def decode(self, data: Tensor, n: int) -> Tensor:
+        return _numbers(data, torch.float32)
+
+
+class BFloat16(Codec):
+    """Two bytes per number: the first half of a float32, rounded to the nearest."""
+
+    name = "bfloat16"
+
+    def size(self, n: int) -> int:
+        return 2 * n
+
+    def encode(self, vector: Tensor, generator: torch.Generator) -> Tensor:
+        return _bytes(vector.to(torch.bfloat16))
+
+    def decode(self, data: Tensor, n: int) -> Tensor:
+        return _numbers(data, torch.bfloat16).float()
+
+
+@dataclass(frozen=True)
+class Blocks(Codec):
+    """A codec for one block of numbers after the other; abstract."""
+
+    block: int = 256
+
+    @classmethod
+    def of(cls, argument: str) -> Self:
+        """Make the codec from the length of a block."""
+        if not argument:
+            return cls()
+        if not argument.isdecimal() or not 1 <= int(argument) <= 1 << 20:
+            raise ValueError(f"the length of a block is a whole number from 1 to {1 << 20}")
+        return cls(int(argument))
+
+    def __str__(self) -> str:
+        return self.name if self.block == type(self)().block else f"{self.name}:{self.block}"
+
+    def blocks(self, n: int) -> int:
+        """Return the number of blocks, of which the last may be shorter."""
+        return -(-n // self.block)
+
+    def padded(self, vector: Tensor) -> Tensor:
+        """Return the vector as rows of blocks; zeros fill the last one."""
+        missing = self.blocks(len(vector)) * self.block - len(vector)
+        return torch.nn.functional.pad(vector, (0, missing)).view(-1, self.block)
+
+
+@dataclass(frozen=True)
+class Int8(Blocks):
+    """One byte per number: a whole number times the largest absolute value of its block / 127.
+
+    Numbers are rounded up or down at random, so that they are right on average; 0 stays 0.
+    """
+
+    name = "int8"
+    levels: ClassVar[int] = 127  # of each sign
+
+    def size(self, n: int) -> int:
+        return 4 * self.blocks(n) + n
+
+    def encode(self, vector: Tensor, generator: torch.Generator) -> Tensor:
+        rows = self.padded(vector)
+        scale = rows.abs().amax(dim=1, keepdim=True) / self.levels
+        noise = torch.rand(rows.shape, generator=generator).to(vector.device)
+        safe = torch.where(scale > 0, scale, torch.ones_like(scale))
+        whole = (rows / safe + noise).floor_().clamp_(-self.levels, self.levels)
+        return torch.cat([_bytes(scale.view(-1)), self.pack(whole.view(-1)[: len(vector)].to(torch.int8))])
+
+    def decode(self, data: Tensor, n: int) -> Tensor:
+        scale = _numbers(data[: 4 * self.blocks(n)], torch.float32)
+        whole = self.unpack(data[4 * self.blocks(n) :], n)
+        return (self.padded(whole.float()) * scale[:, None]).view(-1)[:n]
+
+    def pack(self, whole: Tensor) -> Tensor:
+        """Write whole numbers as bytes."""
+        return _bytes(whole)
+
+    def unpack(self, data: Tensor, n: int) -> Tensor:
+        """Read n whole numbers."""
+        return _numbers(data, torch.int8)
+
+
+@dataclass(frozen=True)
+class Int4(Int8):
+    """Half a byte per number, as ``int8`` with 7 levels of each sign."""
+
+    name = "int4"
+    levels: ClassVar[int] = 7
+    block: int = 64
+
+    def size(self, n: int) -> int:
+        return 4 * self.blocks(n) + -(-n // 2)
+
+    def pack(self, whole: Tensor) -> Tensor:
+        halves = torch.nn.functional.pad(whole + 8, (0, len(whole) % 2)).to(torch.uint8)
+        return halves[::2] * 16 + halves[1::2]
+
+    def unpack(self, data: Tensor, n: int) -> Tensor:
+        return torch.stack([data >> 4, data & 15], dim=1).view(-1)[:n].to(torch.int8) - 8
+
+
+@dataclass(frozen=True)
+class Means(Blocks):
+    """The mean of each block: for vectors whose neighbours are alike, such as second moments."""
+
+    name = "means"
+    block: int = 64
+
+    def size(self, n: int) -> int:
+        return 4 * self.blocks(n)
+
+    def encode(self, vector: Tensor, generator: torch.Generator) -> Tensor:
+        sums = self.padded(vector).sum(dim=1)
+        return _bytes(sums / self._lengths(len(vector)).to(sums))
+
+    def decode(self, data: Tensor, n: int) -> Tensor:
+        means = _numbers(data, torch.float32)
+        return means.repeat_interleave(self._lengths(n).to(means.device), output_size=n)
+
+    def _lengths(self, n: int) -> Tensor:
+        lengths = torch.full((self.blocks(n),), self.block)
+        lengths[-1] = n - self.block * (self.blocks(n) - 1)
+        return lengths
+
+
+@dataclass(frozen=True)
+class TopK(Codec):
+    """The share of the numbers with the largest absolute values, with their positions.
+
+    A client adds the rest to the next vector that it sends, so nothing is lost in the long run. It does not
+    if the vector is the change of a kept state (such as dy): there, the next change makes up for the rest.
+    """
+
+    name = "topk"
+    keeps_rest = True
+    share: float = 0.01
+
+    @classmethod
+    def of(cls, argument: str) -> Self:
+        """Make the codec from the share of numbers that are sent."""
+        if not argument:
+            return cls()
+        share = float(argument)
+        if not 0 < share <= 1:
+            raise ValueError("the share of numbers that are sent is above 0 and at most 1")
+        return cls(share)
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.share:g}"
+
+    def count(self, n: int) -> int:
+        """Return how many of n numbers are sent."""
+        return max(1, min(n, math.ceil(self.share * n)))
+
+    def size(self, n: int) -> int:
+        return 8 * self.count(n)
+
+    def encode(self, vector: Tensor, generator: torch.Generator) -> Tensor:
+        positions = torch.topk(vector.abs(), self.count(len(vector)), sorted=False).indices.sort().values
+        return torch.cat([_bytes(positions.to(torch.int32)), _bytes(vector[positions])])
+
+    def decode(self, data: Tensor, n: int) -> Tensor:
+        k = self.count(n)
+        positions = _numbers(data[: 4 * k], torch.int32).long()
+        if bool((positions < 0).any()) or bool((positions >= n).any()) or bool((positions.diff() <= 0).any()):
+            raise InputError(
+                f"a message of {n} numbers has positions that are not ascending from 0 to {n - 1}"
+            )
+        numbers = torch.zeros(n, device=data.device)
+        numbers[positions] = _numbers(data[4 * k :], torch.float32)
+        return numbers
+
+
+CODECS: dict[str, type[Codec]] = {c.name: c for c in (Float32, BFloat16, Int8, Int4, TopK, Means)}
+
+
+def make_codec(name: object) -> Codec:
+    """Return a codec by its name, such as "int8" or "topk:0.01".
+
+    >>> make_codec("int8").size(1000)
+    1016
+    """
+    first, _, argument = name.partition(":") if isinstance(name, str) else ("", "", "")
+    if first not in CODECS:
+        raise not_accepted("codec", name, "one of " + ", ".join(CODECS))
+    try:
+        return CODECS[first].of(argument)
+    except ValueError as error:
+        raise InputError(f"codec={shown(name)} is not accepted; {error}") from None
+
+
+def codec_table(value: object) -> tuple[tuple[str, str], ...]:
+    """Return the codecs of a run as pairs (field, codec), sorted, from a dict or such pairs."""
+    if isinstance(value, Mapping):
+        pairs = _flat(value)
+    else:
+        try:
+            pairs = {str(field): codec for field, codec in value}  # type: ignore[attr-defined]
+        except (TypeError, ValueError):
+            raise not_accepted("codec", value, "a dict of fields and codecs such as {'dy': 'int8'}") from None
+    return tuple(sorted((field, str(make_codec(codec))) for field, codec in pairs.items()))
+
+
+def _flat(table: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+    pairs: dict[str, Any] = {}
+    for key, value in table.items():
+        pairs |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return pairs
+
+
+def codecs_of(table: tuple[tuple[str, str], ...], fields: tuple[str, ...]) -> dict[str, Codec]:
+    """Return the codecs of the fields of a message; the last part of the name of a nested field is enough."""
+    return {
+        field: make_codec(codec)
+        for key, codec in table
+        for field in fields
+        if field == key or field.endswith(f".{key}")
+    }
+
+
+def check_table(table: tuple[tuple[str, str], ...], fields: tuple[str, ...], owner: str) -> None:
+    """Refuse a codec for a field that no message has, or two codecs for one field."""
+    seen: dict[str, str] = {}
+    for key, _ in table:
+        matching = [field for field in fields if field == key or field.endswith(f".{key}")]
+        if not matching:
+            hint = nearest(key, fields)
+            raise InputError(
+                f"codec for {key!r}: no message of {owner} has this field{hint}; it has {', '.join(fields)}"
+            )
+        for field in matching:
+            if field in seen:
+                raise InputError(f"codec for {seen[field]!r} and {key!r}: both are {field}; give one of them")
+            seen[field] = key
+
+
+def _bytes(numbers: Tensor) -> Tensor:
+    """Return the little-endian bytes of numbers."""
+    return numbers.contiguous().view(torch.uint8)
+
+
+def _numbers(data: Tensor, dtype: torch.dtype) -> Tensor:
+    return data.clone(memory_format=torch.contiguous_format).view(dtype)  # aligned
