@@ -18,8 +18,9 @@ Random rounding is right on average: the mean over many roundings of a number is
 from __future__ import annotations
 
 import math
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -58,6 +59,13 @@ class Codec(ABC):
     @abstractmethod
     def decode(self, data: Tensor, n: int) -> Tensor:
         """Read n float32 numbers from ``size(n)`` bytes."""
+
+    def check(self, data: Tensor, n: int) -> None:
+        """Refuse data that are not the bytes of n numbers, before ``decode`` reads them."""
+        if data.dtype != torch.uint8 or data.shape != (self.size(n),):
+            raise InputError(
+                f"{n} numbers as {self} are {self.size(n)} bytes; got {tuple(data.shape)} of {data.dtype}"
+            )
 
 
 class Float32(Codec):
@@ -235,10 +243,8 @@ class TopK(Codec):
     def decode(self, data: Tensor, n: int) -> Tensor:
         k = self.count(n)
         positions = _numbers(data[: 4 * k], torch.int32).long()
-        if bool((positions < 0).any()) or bool((positions >= n).any()) or bool((positions.diff() <= 0).any()):
-            raise InputError(
-                f"a message of {n} numbers has positions that are not ascending from 0 to {n - 1}"
-            )
+        if int(positions[0]) < 0 or int(positions[-1]) >= n or bool((positions.diff() <= 0).any()):
+            raise InputError(f"the positions of the numbers do not ascend from 0 to at most {n - 1}")
         numbers = torch.zeros(n, device=data.device)
         numbers[positions] = _numbers(data[4 * k :], torch.float32)
         return numbers
@@ -247,41 +253,64 @@ class TopK(Codec):
 CODECS: dict[str, type[Codec]] = {c.name: c for c in (Float32, BFloat16, Int8, Int4, TopK, Means)}
 
 
-def make_codec(name: object) -> Codec:
-    """Return a codec by its name, such as "int8" or "topk:0.01".
+CodecTable = tuple[tuple[str, str], ...]
+"""Pairs of a field of a message and the name of its codec."""
+
+
+def make_codec(name: object, field: str = "") -> Codec:
+    """Return a codec by its name, such as "int8" or "topk:0.01"; errors name the ``field`` that has it.
 
     >>> make_codec("int8").size(1000)
     1016
     """
+    owner = f"codec for {field}" if field else "codec"
     first, _, argument = name.partition(":") if isinstance(name, str) else ("", "", "")
     if first not in CODECS:
-        raise not_accepted("codec", name, "one of " + ", ".join(CODECS))
+        raise not_accepted(owner, name, "one of " + ", ".join(CODECS))
     try:
         return CODECS[first].of(argument)
     except ValueError as error:
-        raise InputError(f"codec={shown(name)} is not accepted; {error}") from None
+        raise InputError(f"{owner}={shown(name)} is not accepted; {error}") from None
 
 
-def codec_table(value: object) -> tuple[tuple[str, str], ...]:
-    """Return the codecs of a run as pairs (field, codec), sorted, from a dict or such pairs."""
-    if isinstance(value, Mapping):
-        pairs = _flat(value)
-    else:
-        try:
-            pairs = {str(field): codec for field, codec in value}  # type: ignore[attr-defined]
-        except (TypeError, ValueError):
-            raise not_accepted("codec", value, "a dict of fields and codecs such as {'dy': 'int8'}") from None
-    return tuple(sorted((field, str(make_codec(codec))) for field, codec in pairs.items()))
+def codec_table(value: object) -> CodecTable:
+    """Return the codecs of a run as sorted pairs: from a dict, a list of pairs, or a text.
+
+    >>> codec_table({"y": "int8", "dx": "topk"})
+    (('dx', 'topk:0.01'), ('y', 'int8'))
+    >>> codec_table("y=int8, dx=topk")
+    (('dx', 'topk:0.01'), ('y', 'int8'))
+    """
+    pairs = list(_flat(value)) if isinstance(value, Mapping) else _pairs(value)
+    table: dict[str, str] = {}
+    for field, codec in pairs:
+        if field in table:
+            raise InputError(f"codec for {field} is given twice, as {table[field]!r} and {codec!r}")
+        table[field] = str(make_codec(codec, field))
+    return tuple(sorted(table.items()))
 
 
-def _flat(table: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
-    pairs: dict[str, Any] = {}
+def _flat(table: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the fields and codecs of a dict; the dicts in it belong to nested messages."""
     for key, value in table.items():
-        pairs |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return pairs
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
-def codecs_of(table: tuple[tuple[str, str], ...], fields: tuple[str, ...]) -> dict[str, Codec]:
+def _pairs(value: Any) -> list[tuple[str, Any]]:
+    try:
+        if isinstance(value, str):
+            value = [part.split("=") for part in value.split(",") if part.strip()]
+            return [(field.strip(), codec.strip()) for field, codec in value]
+        return [(str(field), codec) for field, codec in value]
+    except (TypeError, ValueError):
+        accepted = "a dict of fields and codecs such as {'y': 'int8', 'dy': 'int8'}, or 'y=int8,dy=int8'"
+        raise not_accepted("codec", value, accepted) from None
+
+
+def codecs_of(table: CodecTable, fields: tuple[str, ...]) -> dict[str, Codec]:
     """Return the codecs of the fields of a message; the last part of the name of a nested field is enough."""
     return {
         field: make_codec(codec)
@@ -291,7 +320,7 @@ def codecs_of(table: tuple[tuple[str, str], ...], fields: tuple[str, ...]) -> di
     }
 
 
-def check_table(table: tuple[tuple[str, str], ...], fields: tuple[str, ...], owner: str) -> None:
+def check_table(table: CodecTable, fields: tuple[str, ...], owner: str) -> None:
     """Refuse a codec for a field that no message has, or two codecs for one field."""
     seen: dict[str, str] = {}
     for key, _ in table:
@@ -309,8 +338,15 @@ def check_table(table: tuple[tuple[str, str], ...], fields: tuple[str, ...], own
 
 def _bytes(numbers: Tensor) -> Tensor:
     """Return the little-endian bytes of numbers."""
-    return numbers.contiguous().view(torch.uint8)
+    return _swapped(numbers.contiguous().view(torch.uint8), numbers.dtype)
 
 
 def _numbers(data: Tensor, dtype: torch.dtype) -> Tensor:
-    return data.clone(memory_format=torch.contiguous_format).view(dtype)  # aligned
+    """Return the numbers that have these little-endian bytes."""
+    return _swapped(data, dtype).clone(memory_format=torch.contiguous_format).view(dtype)  # aligned
+
+
+def _swapped(data: Tensor, dtype: torch.dtype) -> Tensor:
+    if sys.byteorder == "little":
+        return data
+    return data.view(-1, dtype.itemsize).flip(1).reshape(-1)

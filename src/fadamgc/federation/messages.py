@@ -7,23 +7,30 @@ moves by what arrives. So the server's y stays the mean of the y_i, whatever the
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fadamgc.algorithm import AnyAlgorithm, Cohort, Empty, Flag, Steps, example, stand_in
-from fadamgc.codecs import Codec, check_table, codecs_of
-from fadamgc.errors import InputError, shown
+from fadamgc.codecs import Codec, CodecTable, check_table, codecs_of
+from fadamgc.errors import InputError, nearest, shown
 from fadamgc.federation.local_parameters import PartClient, PartlyLocal
 from fadamgc.federation.sampling import CODEC, torch_seed
 from fadamgc.grouped import GroupedAlgorithm
 from fadamgc.tree import from_names, named_leaves, names
 from fadamgc.wrapped import Wrapped
 
-CodecTable = tuple[tuple[str, str], ...]  # pairs of a field and the name of its codec
 Named = Mapping[str, Tensor]
+
+
+class SentUp(NamedTuple):
+    """A client's message on its way to the server."""
+
+    state: Any  # the client's state after the round
+    fields: dict[str, Tensor]  # the message as it is sent: by name, fields with a codec as bytes
+    arrived: Any  # the message as the server reads it
 
 
 class MessageCodecs:
@@ -40,13 +47,16 @@ class MessageCodecs:
                 f"codec={shown(dict(table))} is given, but {type(algorithm).__name__} has clients in groups; "
                 "omit it, or use another algorithm"
             )
-        sample = example(algorithm, stand_in(d, dtype))
-        down, up = names(sample.down), names(sample.up)
-        if table:
-            check_table(table, tuple(dict.fromkeys([*down, *up])), algorithm.title)
-        self.down, self.up = codecs_of(table, tuple(down)), codecs_of(table, tuple(up))
-        self.rest = tuple(n for n, c in self.up.items() if c.keeps_rest and n not in algorithm.changes)
+        self.down: dict[str, Codec] = {}
+        self.up: dict[str, Codec] = {}
         self._tracked_only = tuple(algorithm.tracked_only)
+        if table:
+            sample = example(algorithm, stand_in(d, dtype))
+            down, up = names(sample.down), names(sample.up)
+            check_table(table, tuple(dict.fromkeys([*down, *up])), algorithm.title)
+            _check_changes(algorithm, up, names(sample.client))
+            self.down, self.up = codecs_of(table, tuple(down)), codecs_of(table, tuple(up))
+        self.rest = tuple(n for n, c in self.up.items() if c.keeps_rest and n not in algorithm.changes)
 
     def keeping_rest(self, algorithm: AnyAlgorithm) -> AnyAlgorithm:
         """Return the algorithm whose clients keep what their codecs have not sent, if there is a rest."""
@@ -60,41 +70,39 @@ class MessageCodecs:
         """Return the server's message as clients read it."""
         return from_names(like, _decoded(sent, self.down, named_leaves(like)))
 
-    def as_sent_up(
+    def send_up(
         self, algorithm: AnyAlgorithm, state: Any, up: Any, tracked: bool, address: tuple[int, int, int]
-    ) -> tuple[Any, dict[str, Tensor]]:
-        """Return a client's state that belongs to what arrives, and its message as it is sent.
+    ) -> SentUp:
+        """Return a client's message as it is sent and as it arrives, and the client's state after that.
 
-        ``address`` is (seed, round, client). Fields that only tracked clients send are skipped for others.
+        ``address`` is (seed, round, client). Fields that only tracked clients send have no codec in the
+        messages of others, where they are zero.
         """
         if isinstance(algorithm, PartlyLocal):
             assert isinstance(state, PartClient)
-            shared, sent = self.as_sent_up(algorithm.inner, state.shared, up, tracked, address)
-            return state._replace(shared=shared), sent
+            result = self.send_up(algorithm.inner, state.shared, up, tracked, address)
+            return result._replace(state=state._replace(shared=result.state))
         seed, t, client = address
-        skipped = () if tracked else self._tracked_only
-        fields = named_leaves(up)
-        coded = {n: c for n, c in self.up.items() if n.partition(".")[0] not in skipped}
-        if isinstance(algorithm, WithRest):
-            rest = named_leaves(state.rest)
-            fields |= {name: fields[name] + rest[name] for name in rest if name in coded}
+        fields, coded = named_leaves(up), self._coded_up(tracked)
+        rest = named_leaves(state.rest) if isinstance(algorithm, WithRest) else {}
+        fields |= {name: fields[name] + rest[name] for name in rest if name in coded}
         sent = _encoded(fields, coded, (seed, CODEC, t, client + 1))
-        received = _decoded(sent, coded, fields)
-        if isinstance(algorithm, WithRest):
-            rest |= {name: fields[name] - received[name] for name in rest if name in coded}
-            inner = algorithm.inner.received(state.inner, up, from_names(up, received))
-            return RestClient(inner, from_names(state.rest, rest)), sent
-        return algorithm.received(state, up, from_names(up, received)), sent
+        read = _decoded(sent, coded, fields)
+        arrived = from_names(up, read)
+        if not isinstance(algorithm, WithRest):
+            return SentUp(algorithm.received(state, up, arrived), sent, arrived)
+        rest |= {name: fields[name] - read[name] for name in rest if name in coded}
+        inner = algorithm.inner.received(state.inner, up, arrived)
+        return SentUp(RestClient(inner, from_names(state.rest, rest)), sent, arrived)
 
-    def received_up(self, sent: Named, like: Any, tracked: bool) -> Any:
-        """Return a client's message as the server reads it; fields that were not sent are zero."""
-        fields = named_leaves(like)
-        present = {n: c for n, c in self.up.items() if n in sent and not self._is_skipped(n, tracked)}
-        missing = {name: torch.zeros_like(leaf) for name, leaf in fields.items() if name not in sent}
-        return from_names(like, {**_decoded(sent, present, fields), **missing})
+    def received_up(self, sent: Named, like: Named, tracked: bool) -> dict[str, Tensor]:
+        """Return fields of a client's message as the server reads them; ``like`` has their types."""
+        return _decoded(sent, self._coded_up(tracked), like)
 
-    def _is_skipped(self, name: str, tracked: bool) -> bool:
-        return not tracked and name.partition(".")[0] in self._tracked_only
+    def _coded_up(self, tracked: bool) -> dict[str, Codec]:
+        """Return the codecs of the fields that a client sends."""
+        skipped = () if tracked else self._tracked_only
+        return {n: c for n, c in self.up.items() if n.partition(".")[0] not in skipped}
 
     def shapes_down(self, like: Any) -> dict[str, Tensor]:
         """Return tensors of the types and sizes of the server's message as it is sent."""
@@ -103,6 +111,23 @@ class MessageCodecs:
     def shapes_up(self, fields: Named) -> dict[str, Tensor]:
         """Return tensors of the types and sizes of these fields of a client's message as they are sent."""
         return _shapes(fields, self.up)
+
+
+def _check_changes(algorithm: AnyAlgorithm, up: Sequence[str], client: Sequence[str]) -> None:
+    for field, kept in algorithm.changes.items():
+        for name, known, owner in ((field, up, "message"), (kept, client, "state of a client")):
+            if name not in known:
+                raise InputError(
+                    f"{type(algorithm).__name__}.changes={dict(algorithm.changes)} is not accepted; the "
+                    f"{owner} has no {name}{nearest(name, known)}; it has {', '.join(known) or 'no fields'}"
+                )
+
+
+def on_the_wire(algorithm: AnyAlgorithm) -> AnyAlgorithm:
+    """Return the algorithm whose messages are sent, without those around it."""
+    while isinstance(algorithm, Wrapped):
+        algorithm = algorithm.inner
+    return algorithm
 
 
 def _encoded(fields: Named, codecs: Mapping[str, Codec], address: tuple[int, ...]) -> dict[str, Tensor]:
@@ -115,10 +140,16 @@ def _encoded(fields: Named, codecs: Mapping[str, Codec], address: tuple[int, ...
 
 
 def _decoded(sent: Named, codecs: Mapping[str, Codec], like: Named) -> dict[str, Tensor]:
-    return {
-        name: codecs[name].decode(value, len(like[name])).to(like[name]) if name in codecs else value
-        for name, value in sent.items()
-    }
+    """Read fields; an encoded one gets the type of the same field of ``like``, which may have no values."""
+    fields = dict(sent)
+    for name in codecs:
+        n, dtype = len(like[name]), like[name].dtype
+        try:
+            codecs[name].check(sent[name], n)
+            fields[name] = codecs[name].decode(sent[name], n).to(dtype)
+        except InputError as error:
+            raise InputError(f"{name} cannot be read: {error}") from None
+    return fields
 
 
 def _shapes(fields: Named, codecs: Mapping[str, Codec]) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from fadamgc.federation.functions import Buffers, TaskFunctions
 from fadamgc.federation.group_rounds import GroupRounds
 from fadamgc.federation.jobs import Result, Round
 from fadamgc.federation.local_parameters import PartDown, PartlyLocal, partly_local
-from fadamgc.federation.messages import MessageCodecs
+from fadamgc.federation.messages import MessageCodecs, on_the_wire
 from fadamgc.federation.record import Record
 from fadamgc.federation.run import Run, environment
 from fadamgc.federation.sampling import Draw, draw
@@ -27,7 +27,6 @@ from fadamgc.files import as_json
 from fadamgc.grouped import GroupedAlgorithm
 from fadamgc.methods import algorithm_name
 from fadamgc.tree import named_leaves
-from fadamgc.wrapped import Wrapped
 
 
 class ServerState(NamedTuple):
@@ -90,9 +89,8 @@ class Federation:
         self.cost = cost or CostModel()
         self.cost.check(n)
         self.t = 0
-        algorithm = self.algorithm
-        codec = settings.codec or ()
-        self.traffic = traffic(_on_the_wire(algorithm), sent, x0.dtype, buffers, codec)
+        algorithm, codec = self.algorithm, settings.codec or ()
+        self.traffic = traffic(on_the_wire(algorithm), sent, x0.dtype, buffers, codec)
         self.state = ServerState(None if algorithm.init_gradient else algorithm.init_server(x0), buffers0)
         self.weights: list[float] | None = None
         self.history: list[Record] = []
@@ -149,6 +147,13 @@ class Federation:
         down = algo.broadcast(server)
         if self.codecs.down:
             down = self._received(down)
+            for name, value in named_leaves(down).items():
+                if not all_finite(value):
+                    message = (
+                        f"the server's {name} is not finite as it is sent in round {self.t + 1}: a codec "
+                        "sends numbers of float32; lower eta_g or eta_l"
+                    )
+                    raise NonFiniteError(None, self.t + 1, None, message)
         return Round(self.functions, algo, s.seed, self.t + 1, down, buffers, s.gradients)
 
     def message(self) -> dict[str, Tensor]:
@@ -178,13 +183,13 @@ class Federation:
         job, state, up, buffers, *_ = result
         if self.codecs.up:
             algo, address = job.round.algorithm, (job.round.seed, job.round.t, job.client)
-            state, sent = self.codecs.as_sent_up(algo, state, up, job.tracked, address)
-            up = self.codecs.received_up(sent, up, job.tracked)
+            state, _, up = self.codecs.send_up(algo, state, up, job.tracked, address)
         if isinstance(self.scheduled, PartlyLocal):
             layout = self.scheduled.layout
             state = state._replace(buffers=layout.pack(buffers, state.buffers))
             buffers = layout.shared_buffers(buffers)
-        return result._replace(state=state, up=up, buffers=buffers)
+        finite = None if self.codecs.up else result.finite
+        return result._replace(state=state, up=up, buffers=buffers, finite=finite)
 
     def open_groups(self) -> GroupRounds:
         """Return the next global round of an algorithm with groups."""
@@ -303,10 +308,3 @@ class Federation:
             task=self.task,
             goal=str(self.task.goal),
         )
-
-
-def _on_the_wire(algorithm: AnyAlgorithm) -> AnyAlgorithm:
-    """Return the algorithm whose messages are sent."""
-    while isinstance(algorithm, Wrapped):
-        algorithm = algorithm.inner
-    return algorithm

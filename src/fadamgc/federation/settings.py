@@ -112,8 +112,6 @@ class Settings:
             others["weights"] = _weights(others["weights"])
         if others.get("local_parameters") is not None:
             others["local_parameters"] = _patterns(others["local_parameters"])
-        if others.get("codec") is not None:
-            others["codec"] = codec_table(others["codec"]) or None
         if others.get("groups") is not None:
             others["groups"] = _groups(others["groups"])
         if others.get("local_steps") is None and others.get("local_epochs") is None:
@@ -150,6 +148,8 @@ class Settings:
             if target is None or not math.isfinite(target):
                 raise not_accepted("target", self.target, "a finite number")
             object.__setattr__(self, "target", target)
+        if self.codec is not None:
+            object.__setattr__(self, "codec", codec_table(self.codec) or None)
         for name in ("clip_norm", "deadline", "weight_decay", "dropout", "stragglers"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, _number(name, getattr(self, name)))
