@@ -68,7 +68,7 @@ class MessageCodecs:
 
     def received_down(self, sent: Named, like: Any) -> Any:
         """Return the server's message as clients read it."""
-        return from_names(like, _decoded(sent, self.down, named_leaves(like)))
+        return from_names(like, decode(sent, self.down, named_leaves(like)))
 
     def send_up(
         self, algorithm: AnyAlgorithm, state: Any, up: Any, tracked: bool, address: tuple[int, int, int]
@@ -83,11 +83,11 @@ class MessageCodecs:
             result = self.send_up(algorithm.inner, state.shared, up, tracked, address)
             return result._replace(state=state._replace(shared=result.state))
         seed, t, client = address
-        fields, coded = named_leaves(up), self._coded_up(tracked)
+        fields, coded = named_leaves(up), self.coded_up(tracked)
         rest = named_leaves(state.rest) if isinstance(algorithm, WithRest) else {}
         fields |= {name: fields[name] + rest[name] for name in rest if name in coded}
         sent = _encoded(fields, coded, (seed, CODEC, t, client + 1))
-        read = _decoded(sent, coded, fields)
+        read = decode(sent, coded, fields)
         arrived = from_names(up, read)
         if not isinstance(algorithm, WithRest):
             return SentUp(algorithm.received(state, up, arrived), sent, arrived)
@@ -95,11 +95,7 @@ class MessageCodecs:
         inner = algorithm.inner.received(state.inner, up, arrived)
         return SentUp(RestClient(inner, from_names(state.rest, rest)), sent, arrived)
 
-    def received_up(self, sent: Named, like: Named, tracked: bool) -> dict[str, Tensor]:
-        """Return fields of a client's message as the server reads them; ``like`` has their types."""
-        return _decoded(sent, self._coded_up(tracked), like)
-
-    def _coded_up(self, tracked: bool) -> dict[str, Codec]:
+    def coded_up(self, tracked: bool) -> dict[str, Codec]:
         """Return the codecs of the fields that a client sends."""
         skipped = () if tracked else self._tracked_only
         return {n: c for n, c in self.up.items() if n.partition(".")[0] not in skipped}
@@ -139,8 +135,14 @@ def _encoded(fields: Named, codecs: Mapping[str, Codec], address: tuple[int, ...
     return sent
 
 
-def _decoded(sent: Named, codecs: Mapping[str, Codec], like: Named) -> dict[str, Tensor]:
-    """Read fields; an encoded one gets the type of the same field of ``like``, which may have no values."""
+def decode(sent: Named, codecs: Mapping[str, Codec], like: Named) -> dict[str, Tensor]:
+    """Read fields that were sent; an encoded one gets the type of the same field of ``like``.
+
+    The tensors of ``like`` may be on the device "meta".
+
+    Raises:
+        InputError: a field has bytes that its codec has not written.
+    """
     fields = dict(sent)
     for name in codecs:
         n, dtype = len(like[name]), like[name].dtype
@@ -148,7 +150,7 @@ def _decoded(sent: Named, codecs: Mapping[str, Codec], like: Named) -> dict[str,
             codecs[name].check(sent[name], n)
             fields[name] = codecs[name].decode(sent[name], n).to(dtype)
         except InputError as error:
-            raise InputError(f"{name} cannot be read: {error}") from None
+            raise InputError(f"{name}: {error}") from None
     return fields
 
 
