@@ -1,8 +1,8 @@
 """The config of a Flower ServerApp: ``[tool.flwr.app.config]``, or ``flwr run --run-config``.
 
 The keys are the options below and the settings of ``fadamgc.simulate``, both with dashes; the hyperparameters
-of the algorithm by their names (``eta_l``, ``beta2``, ...); the codecs of fields (``codec.y``); and other keys
-with a dot, such as ``data.alpha``, which belong to the app.
+of the algorithm by their names (``eta_l``, ``beta2``, ...); the codecs of fields (``codec.y``); and other
+keys with a dot, such as ``data.alpha``, which belong to the app.
 """
 
 from __future__ import annotations
