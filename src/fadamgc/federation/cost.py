@@ -7,14 +7,13 @@ links and devices without running it again.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from fadamgc.algorithm import AnyAlgorithm, example, stand_in
 from fadamgc.codecs import codecs_of
@@ -78,16 +77,34 @@ def traffic(
     >>> traffic(FAdamGC(), d=1000)
     Traffic(down=8000, up=4000, up_tracked=4000)
     """
-    _, down, _, _, up = example(algorithm, stand_in(d, dtype))
     extra = state_bytes(buffers)
-    sent_down, sent_up = (_sent_bytes(named_leaves(message), codec) for message in (down, up))
-    tracked = sum(n for name, n in sent_up.items() if name.partition(".")[0] in algorithm.tracked_only)
-    return Traffic(sum(sent_down.values()) + extra, sum(sent_up.values()) - tracked + extra, tracked)
+    sizes = message_sizes(algorithm, d, dtype, codec)
+    down, up, tracked = (sum(size for _, size in sizes[part].values()) for part in ("down", "up", "tracked"))
+    return Traffic(down + extra, up + extra, tracked)
 
 
-def _sent_bytes(fields: Mapping[str, Tensor], codec: Sequence[tuple[str, str]]) -> dict[str, int]:
-    codecs = codecs_of(tuple(codec), tuple(fields))
-    return {n: codecs[n].size(leaf.numel()) if n in codecs else leaf.nbytes for n, leaf in fields.items()}
+def message_sizes(
+    algorithm: AnyAlgorithm,
+    d: int,
+    dtype: torch.dtype = torch.float32,
+    codec: Sequence[tuple[str, str]] = (),
+) -> dict[str, dict[str, tuple[int, int]]]:
+    """Return how many numbers each field of the messages has, and in how many bytes they are sent.
+
+    The fields are those of the server's message, "down", and of a client's: "up", which all clients send, and
+    "tracked", which only tracked clients send.
+    """
+    sample = example(algorithm, stand_in(d, dtype))
+    sizes: dict[str, dict[str, tuple[int, int]]] = {"down": {}, "up": {}, "tracked": {}}
+    for part, message in (("down", sample.down), ("up", sample.up)):
+        fields = named_leaves(message)
+        codecs = codecs_of(tuple(codec), tuple(fields))
+        for name, leaf in fields.items():
+            n = leaf.numel()
+            only_tracked = part == "up" and name.partition(".")[0] in algorithm.tracked_only
+            size = codecs[name].size(n) if name in codecs else leaf.nbytes
+            sizes["tracked" if only_tracked else part][name] = (n, size)
+    return sizes
 
 
 def state_bytes(state: Any) -> int:

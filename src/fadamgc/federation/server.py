@@ -12,7 +12,7 @@ from torch import Tensor
 from fadamgc.algorithm import AnyAlgorithm, Cohort
 from fadamgc.errors import NonFiniteError
 from fadamgc.federation.client_states import ClientStates
-from fadamgc.federation.cost import CostModel, Work, state_bytes, traffic
+from fadamgc.federation.cost import CostModel, Work, message_sizes, state_bytes, traffic
 from fadamgc.federation.functions import Buffers, TaskFunctions
 from fadamgc.federation.group_rounds import GroupRounds
 from fadamgc.federation.jobs import Result, Round
@@ -62,6 +62,7 @@ class Federation:
         weights: the clients' weights, with mean 1; None if all are equal.
         history: one record per round.
         setup: the work before round 1, which counts in round 1.
+        message_sizes: numbers and bytes of each field of the messages; None with groups.
     """
 
     def __init__(
@@ -90,7 +91,11 @@ class Federation:
         self.cost.check(n)
         self.t = 0
         algorithm, codec = self.algorithm, settings.codec or ()
-        self.traffic = traffic(on_the_wire(algorithm), sent, x0.dtype, buffers, codec)
+        plain = on_the_wire(algorithm)
+        self.traffic = traffic(plain, sent, x0.dtype, buffers, codec)
+        # Groups send messages of their own, which have no codecs.
+        grouped = isinstance(plain, GroupedAlgorithm)
+        self.message_sizes = None if grouped else message_sizes(plain, sent, x0.dtype, codec)
         self.state = ServerState(None if algorithm.init_gradient else algorithm.init_server(x0), buffers0)
         self.weights: list[float] | None = None
         self.history: list[Record] = []
@@ -295,7 +300,9 @@ class Federation:
     def run(self, clients: ClientStates, settings: Mapping[str, Any]) -> Run:
         """Return the run so far; ``settings`` are added to the settings that the run saves."""
         s = self.settings
-        described = {"rounds": s.rounds, "target": s.target, "task": self.task.name}
+        described: dict[str, Any] = {"rounds": s.rounds, "target": s.target, "task": self.task.name}
+        if self.message_sizes is not None:
+            described["messages"] = as_json(self.message_sizes)
         return Run(
             algorithm=self.method,
             server=self.state.server,
