@@ -50,8 +50,8 @@ SLIDERS = (  # field of the cost model, text, unit, powers of ten from, to
 )
 OTHER_CODECS = ("float32", "bfloat16", "int8", "int4")  # that messages can be priced with
 CODEC_CHOICES = (  # kind of a field, text, codecs
-    ("tracking", "Codec of tracking vectors and moments (y, dy, v)", OTHER_CODECS),
-    ("change", "Codec of the clients' changes (dx)", (*OTHER_CODECS, "topk:0.1", "topk:0.01")),
+    ("tracking", "Codec of y, dy and moments", OTHER_CODECS),
+    ("change", "Codec of dx", (*OTHER_CODECS, "topk:0.1", "topk:0.01")),
 )
 
 
