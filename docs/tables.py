@@ -9,15 +9,20 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import mean, stdev
 
 import torch
 
 import fadamgc
 from fadamgc.algorithm import AnyAlgorithm, example
 from fadamgc.cli.catalogue import FILE, current
+from fadamgc.experiments.report.numbers import T95, read_results
+from fadamgc.experiments.report.tables import to_target
+from fadamgc.federation.run import Run
 from fadamgc.grouped import GroupedAlgorithm
 from fadamgc.tree import named_leaves
 
@@ -103,8 +108,60 @@ def exactness() -> str:
     return "\n".join(rows)
 
 
+def codecs() -> str:
+    """Return what codecs save and cost, from the saved runs with the same seeds with and without them."""
+    results = read_results(ROOT / "results" / "codecs")
+    target = results.target
+    header = [
+        "method",
+        "codecs",
+        "transfers per round",
+        f"rounds to {target}",
+        "difference",
+        f"minutes to {target}",
+    ]
+    lines = [f"| {' | '.join([*header, 'final accuracy'])} |", "|---|---|--:|--:|--:|--:|--:|"]
+    plain = {row.method.algorithm: row for row in results.rows if results.spec.codec(row.method) is None}
+    for row in results.rows:
+        codec = results.spec.codec(row.method)
+        named = "none" if codec is None else ", ".join(f"`{field}` {name}" for field, name in codec.items())
+        pairs = [
+            results.runs[label] for label in (row.method.label, plain[row.method.algorithm].method.label)
+        ]
+        cells = [
+            pairs[0][0].algorithm.title,
+            named,
+            f"{transfers(pairs[0]):.2f}",
+            to_target(results, row, "rounds").text,
+            "" if codec is None else difference(*pairs, results.spec.run.target),
+            to_target(results, row, "minutes", ".2f").text,
+            f"{row.final.mean:.1%} ± {100 * row.final.std:.1f} %",
+        ]
+        lines.append(f"| {' | '.join(cells)} |".replace("|  |", "| |"))
+    return "\n".join(lines)
+
+
+def transfers(runs: list[Run]) -> float:
+    """Return how many vectors of float32 as long as the model travel per round and sampled client."""
+    model = 4 * runs[0].settings["messages"]["down"]["x"][0]
+    records = [record for run in runs for record in run.history]
+    return sum((r.bytes_down + r.bytes_up) / len(r.sampled) for r in records) / len(records) / model
+
+
+def difference(runs: list[Run], others: list[Run], target: float) -> str:
+    """Return the mean difference of the rounds to the target over the same seeds, and its 95 % interval."""
+    rounds, plain = (
+        {run.settings["seed"]: run.rounds_to(target) or len(run.history) for run in group}
+        for group in (runs, others)
+    )
+    differences = [rounds[seed] - plain[seed] for seed in sorted(rounds.keys() & plain.keys())]
+    half = T95[len(differences) - 2] * stdev(differences) / math.sqrt(len(differences))
+    return f"{mean(differences):+.1f} ± {half:.1f}"
+
+
 BLOCKS: dict[str, tuple[Callable[[], str], ...]] = {
     "README.md": (results, algorithms, bench),
+    "docs/codecs.md": (codecs,),
     "docs/flower.md": (traffic,),
     "docs/methods.md": (exactness,),
 }

@@ -15,6 +15,9 @@ Methods are written for one client; runners map them over clients. States and me
 tensors (see ``tree.py``): vectors of shape ``(d,)`` and numbers of shape ``(1,)``. A tracked client is a
 sampled client that also sends the fields listed in ``tracked_only``.
 
+Messages may be sent with codecs, which lose something (see ``codecs.py``). The server then aggregates what
+arrives, and the client's state becomes ``received(client, up, arrived)``; ``changes`` declares the usual case.
+
 Fast executors call the methods through ``vmap`` and record them as graphs. Then ``K``, ``tracked`` and the
 hyperparameters are tensors whose values cannot be read: calculate with them, and use ``rules.select`` instead
 of ``if``. (If a method does read a hyperparameter, as in ``if self.eps > 0``, the executor detects this and

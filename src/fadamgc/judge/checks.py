@@ -251,9 +251,9 @@ def check_codecs(algorithm: AnyAlgorithm) -> str:
     held, lossy = (relations(bound, simulate_all, table) for table in (None, codec))
     broken = sorted(held - lossy)
     assert not broken, (
-        f"{broken[0]} holds for server and clients, but not with codec={codec}; say which field of the message "
-        'is the change of which field of the client\'s state, changes = {"dy": "y"}, or override received '
-        "(docs/codecs.md)"
+        f"{broken[0]} holds for server and clients, but not with codec={codec}; say which field of "
+        'the message is the change of which field of the client\'s state, changes = {"dy": "y"}, or override '
+        "received (docs/codecs.md)"
     )
     return ", ".join(sorted(held))
 
