@@ -16,7 +16,7 @@ tensors (see ``tree.py``): vectors of shape ``(d,)`` and numbers of shape ``(1,)
 sampled client that also sends the fields listed in ``tracked_only``.
 
 Messages may be sent with codecs, which lose something (see ``codecs.py``). The server then aggregates what
-arrives, and the client's state becomes ``received(client, up, arrived)``; ``changes`` declares the usual case.
+arrives, and the client's state becomes ``received(client, up, arrived)``; ``changes`` says the usual case.
 
 Fast executors call the methods through ``vmap`` and record them as graphs. Then ``K``, ``tracked`` and the
 hyperparameters are tensors whose values cannot be read: calculate with them, and use ``rules.select`` instead
