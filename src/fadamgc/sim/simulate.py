@@ -47,7 +47,7 @@ def simulate(
     clip_norm: float | None = None,
     weight_decay: float | None = None,
     local_parameters: str | Sequence[str] | None = None,
-    codec: Mapping[str, str] | None = None,
+    codec: Mapping[str, str] | str | None = None,
     cost: CostModel | None = None,
     dtype: torch.dtype | None = None,
     device: str | torch.device | None = None,
