@@ -211,6 +211,9 @@ def _run(run: Run, works: dict[Any, int], quantities: Sequence[str]) -> dict[str
     }
 
 
+_KINDS = {("down", 0): "model", ("up", 0): "change"}  # by part and place; other fields track, or are moments
+
+
 def _messages(runs: Sequence[Run]) -> list[dict[str, Any]] | None:
     """Return the fields of a method's messages and their bytes, as they were sent and with other codecs.
 
@@ -222,8 +225,8 @@ def _messages(runs: Sequence[Run]) -> list[dict[str, Any]] | None:
     fields: list[dict[str, Any]] = []
     try:
         for part in ("down", "up", "tracked"):
-            for name, (n, size) in descriptions[0][part].items():
-                kind = _kind(part, name.rpartition(".")[2])
+            for number, (n, size) in enumerate(descriptions[0][part].values()):
+                kind = _KINDS.get((part, number), "tracking")
                 whole("numbers", n, 0), whole("bytes", size, 0)
                 codecs = next((codecs for known, _, codecs in CODEC_CHOICES if known == kind and n > 1), ())
                 sizes = {codec: make_codec(codec).size(n) for codec in codecs}
@@ -231,13 +234,6 @@ def _messages(runs: Sequence[Run]) -> list[dict[str, Any]] | None:
     except (InputError, KeyError, TypeError, ValueError, AttributeError):
         return None  # a damaged or a foreign record
     return fields
-
-
-def _kind(part: str, name: str) -> str:
-    """Return the kind of a field: the model, a client's change of it, or a tracking vector or moment."""
-    if part == "down":
-        return "model" if name == "x" else "tracking"
-    return "change" if name == "dx" else "tracking"
 
 
 def _finite(value: float | None) -> float | None:
