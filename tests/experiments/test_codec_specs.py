@@ -58,6 +58,7 @@ def test_codecs_that_do_not_fit_are_refused(before, after, message):
         spec_of(LEAN.replace(before, after))
 
 
+@pytest.mark.slow
 def test_runs_use_the_codecs_of_their_method_and_are_found_again(tmp_path):
     spec = spec_of(LEAN).replace("run", rounds=2, seeds=(0,))
     run_spec(spec, tmp_path, workers=1, quiet=True)

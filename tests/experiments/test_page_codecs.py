@@ -65,12 +65,13 @@ def plain(tmp_path_factory):
     return folder, written(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("codec", "dx"),
     [
         (BOTH.replace("int8", "int4"), 'dx = "topk:0.1"'),
-        pytest.param(BOTH, "", marks=pytest.mark.slow),
-        pytest.param("", DX, marks=pytest.mark.slow),
+        (BOTH, ""),
+        ("", DX),
     ],
 )
 def test_a_codec_prices_rounds_as_runs_with_it_are_priced(plain, codec, dx, tmp_path):
