@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import mean, stdev
 from typing import Any
 
 import torch
@@ -19,6 +21,9 @@ import torch
 import fadamgc
 from fadamgc.algorithm import AnyAlgorithm, example
 from fadamgc.cli.catalogue import FILE, current
+from fadamgc.experiments.report.numbers import T95, read_results
+from fadamgc.experiments.report.tables import to_target
+from fadamgc.federation.run import Run
 from fadamgc.grouped import GroupedAlgorithm
 from fadamgc.models import cnn, convnet, mlp, resnet18
 from fadamgc.tree import named_leaves
@@ -135,8 +140,63 @@ def exactness() -> str:
     return "\n".join(rows)
 
 
+def codecs() -> str:
+    """Return what codecs save and cost on digits, from runs with the same seeds with and without them."""
+    return codec_table("codecs")
+
+
+def codecs_elsewhere() -> str:
+    """Return the same on other data."""
+    return "\n\n".join(codec_table(name) for name in ("codecs-cifar10", "codecs-20news"))
+
+
+def codec_table(name: str) -> str:
+    """Return the table of one experiment; each method has a row without codecs."""
+    results = read_results(ROOT / "results" / name)
+    spec, target = results.spec, results.target
+    header = ["method", "codecs", "transfers per round", f"rounds to {target}", "difference"]
+    header += [f"minutes to {target}", "final accuracy"]
+    title = f"{spec.title}, {spec.run.rounds} rounds, {len(spec.run.seeds)} seeds:"
+    lines = [title, "", f"| {' | '.join(header)} |", "|---|---|--:|--:|--:|--:|--:|"]
+    plain = {row.method.algorithm: row.method.label for row in results.rows if spec.codec(row.method) is None}
+    for row in results.rows:
+        codec, runs = spec.codec(row.method), results.runs[row.method.label]
+        others = results.runs[plain[row.method.algorithm]]
+        cells = [
+            "" if runs[0].algorithm is None else runs[0].algorithm.title,
+            "none" if codec is None else ", ".join(f"`{field}` {text}" for field, text in codec.items()),
+            f"{transfers(runs):.2f}",
+            to_target(results, row, "rounds").text,
+            "" if codec is None else difference(runs, others, results.spec.run.target or 0),
+            to_target(results, row, "minutes", ".2f").text,
+            f"{100 * row.final.mean:.1f} ± {100 * row.final.std:.1f} %",
+        ]
+        lines.append(f"| {' | '.join(cells)} |".replace("|  |", "| |"))
+    return "\n".join(lines)
+
+
+def transfers(runs: list[Run]) -> float:
+    """Return how many vectors of float32 as long as the model travel per round and sampled client."""
+    model = 4 * runs[0].settings["messages"]["down"]["x"][0]
+    records = [record for run in runs for record in run.history]
+    each = [(record.bytes_down + record.bytes_up) / len(record.sampled) for record in records]
+    return mean(each) / float(model)
+
+
+def difference(runs: list[Run], others: list[Run], target: float) -> str:
+    """Return the mean difference of the rounds to the target over the same seeds, and its 95 % interval."""
+    rounds, plain = (
+        {run.settings["seed"]: run.rounds_to(target) or len(run.history) for run in group}
+        for group in (runs, others)
+    )
+    differences = [rounds[seed] - plain[seed] for seed in sorted(rounds.keys() & plain.keys())]
+    half = T95[len(differences) - 2] * stdev(differences) / math.sqrt(len(differences))
+    return f"{mean(differences):+.1f} ± {half:.1f}"
+
+
 BLOCKS: dict[str, tuple[Callable[[], str], ...]] = {
     "README.md": (results, algorithms, bench),
+    "docs/codecs.md": (codecs, codecs_elsewhere),
     "docs/flower.md": (traffic,),
     "docs/methods.md": (exactness,),
     "docs/ray.md": (ray_traffic,),

@@ -81,6 +81,8 @@ def cases() -> dict[str, tuple[Any, fadamgc.Task, dict[str, Any]]]:
         "schedule": (fadamgc.FAdamGC(eta_l=fadamgc.schedules.cosine(0.1, rounds=3)), plain, {}),
         "lazy": (algo, fadamgc.Task(plain.model, plain.loss, lazily(plain), plain.test_pair), {}),
         "files": (algo, plain, {"states": "files"}),
+        "codecs": (algo, plain, {"codec": {"x": "bfloat16", "y": "int8", "dy": "int4", "dx": "topk:0.1"}}),
+        "means": (fadamgc.FedAdamW(), plain, {"codec": {"v": "means:7"}}),
         "MiMe": (fadamgc.MimeLite(), plain, {}),
     }
 

@@ -13,7 +13,7 @@ import pytest
 
 STUB = """
 const fs = require("fs"), vm = require("vm");
-const [data, script, chosen] = JSON.parse(fs.readFileSync(0, "utf8"));
+const [data, script, chosen, chosenCodecs] = JSON.parse(fs.readFileSync(0, "utf8"));
 const nodes = {}, plots = {};
 function node(id) {
   return nodes[id] ??= {
@@ -26,23 +26,32 @@ nodes.experiments = { textContent: data };
 const document = { getElementById: node, querySelectorAll: () => [] };
 const Plotly = { react: (box, traces, layout) => { plots[box.id] = { traces, layout }; } };
 const matchMedia = () => ({ matches: false, addEventListener: () => {} });
-const said = {}, context = { document, matchMedia, Plotly, Number, Math, JSON, console, said };
+const said = {}, context = { document, matchMedia, Plotly, Number, Math, JSON, console, said, chosenCodecs };
 const further = `
   const experiment = EXPERIMENTS[0];
   const times = timesToTarget(experiment);
   said.best = experiment.methods[times.indexOf(clearlyBest(experiment, times))]?.label ?? null;
   said.pricing = pricing(experiment);
-  said.priced = experiment.methods.map((method) => method.runs.map((run) => price(experiment, run)));
+  Object.assign(codecs, chosenCodecs);
+  said.priced = experiment.methods.map((method) => method.runs.map((run) => price(experiment, run, method)));
+  said.bytes = experiment.methods.map((method) => method.runs.map((run) => bytesOf(experiment, run, method)));
+  if (recoded()) changed();
 `;
 vm.runInNewContext(script + further, context);
 const names = Object.keys(nodes).filter((name) => name.startsWith("[data-minutes"));
 const minutes = names.map((name) => nodes[name].textContent);
-console.log(JSON.stringify({ minutes, plots, ...said }));
+const cells = Object.keys(nodes).filter((name) => name.startsWith("[data-megabytes"));
+const megabytes = cells.map((name) => nodes[name].textContent);
+const note = nodes["codec-note"].hidden ? null : nodes["codec-note"].textContent;
+console.log(JSON.stringify({ minutes, megabytes, note, plots, ...said }));
 """
 
 
-def drawn(folder, y="metric", x=("round", "minutes")):
-    """What the page's script does, with a stand-in for the browser; the plots are numbered."""
+def drawn(folder, y="metric", x=("round", "minutes"), codecs=None):
+    """What the page's script does, with a stand-in for the browser; the plots are numbered.
+
+    ``codecs`` are chosen by kind of a field, as a reader would.
+    """
     node = shutil.which("node")
     if node is None:
         playwright = pytest.importorskip("playwright", reason="there is no node to run the page's script")
@@ -53,7 +62,7 @@ def drawn(folder, y="metric", x=("round", "minutes")):
     chosen = {"[data-y]": y, '[data-x="0"]': x[0], '[data-x="1"]': x[1]}
     done = subprocess.run(
         [node, "-e", STUB],
-        input=json.dumps([data[1], script, chosen]),
+        input=json.dumps([data[1], script, chosen, codecs or {}]),
         capture_output=True,
         text=True,
         timeout=60,

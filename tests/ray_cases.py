@@ -158,6 +158,14 @@ def local_parameters(_):
     return {"difference": far(*runs), "metrics": runs[0].history[-1].metrics == runs[1].history[-1].metrics}
 
 
+def codecs(_):
+    options = RUN | {"codec": {"dx": "topk:0.1", "y": "int8", "dy": "int8"}}
+    executors = ("loop", fadamgc.Ray(actors=2, inner="loop"))
+    one, other = (fadamgc.simulate(ALGO, task(), executor=executor, **options) for executor in executors)
+    rests = [torch.equal(a.rest.dx, b.rest.dx) for a, b in zip(one.clients, other.clients, strict=True)]
+    return {"difference": far(one, other), "rests": all(rests)}
+
+
 def resumed(folder):
     whole = fadamgc.simulate(ALGO, task(), executor=fadamgc.Ray(actors=2), **RUN)
     found = {}
@@ -387,6 +395,7 @@ ON_ONE_NODE = (
     number_of_actors,
     convolutions,
     local_parameters,
+    codecs,
     resumed,
     killed_actor,
     hanging_actor,

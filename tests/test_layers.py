@@ -19,7 +19,7 @@ ROOT = Path(fadamgc.__file__).parent
 # What every room may import: values, messages, files, threads and trees; they import only each other.
 FOUNDATION = {
     *("errors", "escape", "files", "bundle", "cache", "runtime", "tree", "fields", "toml", "section"),
-    *("cluster", "hyperparameters", "loading", "random_numbers", "schedules", "stages"),
+    *("cluster", "codecs", "hyperparameters", "loading", "random_numbers", "schedules", "stages"),
 }
 
 # Room by room, from the ground to the roof: the other rooms that its modules may import.

@@ -87,14 +87,15 @@ class World:
 
     def states(self):
         """The clients' states that belong to the server's: the pending one if it was counted."""
-        kinds = fadamgc.algorithm.example(self.algo, torch.zeros(1))
+        algo = self.server.algorithm  # with the rest that codecs leave, if there is one
+        kinds = fadamgc.algorithm.example(algo, torch.zeros(1))
         found = []
         for i, keeper in enumerate(self.keepers):
             kept = keeper.load(kinds.client)
             counted = self.server.counted.get(i, NEVER)
             state = kept.pending_state if kept.pending == counted else kept.committed_state
             assert (kept.pending if kept.pending == counted else kept.committed) == counted
-            found.append(self.algo.init_client(self.server.functions.x0) if state is None else state)
+            found.append(algo.init_client(self.server.functions.x0) if state is None else state)
         return found
 
     def check(self):

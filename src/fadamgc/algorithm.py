@@ -15,6 +15,9 @@ Methods are written for one client; runners map them over clients. States and me
 tensors (see ``tree.py``): vectors of shape ``(d,)`` and numbers of shape ``(1,)``. A tracked client is a
 sampled client that also sends the fields listed in ``tracked_only``.
 
+Messages may be sent with codecs, which lose something (see ``codecs.py``). The server then aggregates what
+arrives, and the client's state becomes ``received(client, up, arrived)``; ``changes`` says the usual case.
+
 Fast executors call the methods through ``vmap`` and record them as graphs. Then ``K``, ``tracked`` and the
 hyperparameters are tensors whose values cannot be read: calculate with them, and use ``rules.select`` instead
 of ``if``. (If a method does read a hyperparameter, as in ``if self.eps > 0``, the executor detects this and
@@ -25,7 +28,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Self, TypeAlias, TypeVar
 
 import torch
@@ -34,7 +37,7 @@ from torch import Tensor
 from fadamgc.errors import InputError, shown
 from fadamgc.fields import check_fields
 from fadamgc.hyperparameters import plain_value, with_schedules
-from fadamgc.tree import StateT, map_leaves
+from fadamgc.tree import StateT, from_names, map_leaves, named_leaves
 
 ServerT = TypeVar("ServerT", bound=tuple[Any, ...])
 DownT = TypeVar("DownT", bound=tuple[Any, ...])
@@ -70,6 +73,9 @@ class Algorithm(ABC, Generic[ServerT, DownT, ClientT, LocalT, UpT]):
     """The name in tables and legends."""
     tracked_only: ClassVar[tuple[str, ...]] = ()
     """Fields of ``up`` that only tracked clients send; they must be zero for all other clients."""
+
+    changes: ClassVar[Mapping[str, str]] = {}
+    """Fields of ``up`` that are the change of a field of the client's state, such as {"dy": "y"}."""
 
     if TYPE_CHECKING:
 
@@ -167,6 +173,19 @@ class Algorithm(ABC, Generic[ServerT, DownT, ClientT, LocalT, UpT]):
         self, down: DownT, client: ClientT, local: LocalT, x: Tensor, K: Steps, tracked: Flag
     ) -> tuple[ClientT, UpT]:
         """Return the client's new state and its message, after K local steps that ended at x."""
+
+    def received(self, client: ClientT, up: UpT, arrived: UpT) -> ClientT:
+        """Return the client's state after the round, if ``arrived`` is what the server reads of ``up``.
+
+        They differ if a message is compressed (see ``codecs.py``). A state that must agree with the
+        server's, such as y_i, whose mean is y, changes by what has arrived: see ``changes``.
+        """
+        if not self.changes:
+            return client
+        state, sent, read = named_leaves(client), named_leaves(up), named_leaves(arrived)
+        for field, kept in self.changes.items():
+            state[kept] = state[kept] + (read[field] - sent[field])
+        return from_names(client, state)
 
     @abstractmethod
     def aggregate(self, server: ServerT, total: UpT, cohort: Cohort) -> ServerT:

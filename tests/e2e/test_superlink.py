@@ -87,12 +87,11 @@ def config(folder, algorithm="fadamgc", **more):
     )
 
 
-def simulated(algorithm, rounds):
+def simulated(algorithm, rounds, codec=None):
     task = build_task(DigitsTask(data="digits", clients=3, alpha=0.5), 0)
     algo = fadamgc.make_algorithm(algorithm, eta_l=0.003 if "adam" in algorithm else 0.1, eta_g=1.0)
-    return fadamgc.simulate(
-        algo, task, rounds=rounds, tracked=2, local_steps=5, batch_size=16, executor="loop", progress=False
-    )
+    settings = {"tracked": 2, "local_steps": 5, "batch_size": 16, "codec": codec}
+    return fadamgc.simulate(algo, task, rounds=rounds, executor="loop", progress=False, **settings)
 
 
 def server_of(folder):
@@ -114,13 +113,14 @@ def check_in_step(federation, folder, algo):
     torch.testing.assert_close(tensors["server.y"], torch.stack(found).mean(0), rtol=1e-4, atol=1e-7)
 
 
-def check_numbers(folder, algorithm):
+def check_numbers(folder, algorithm, codec=None):
     """Two rounds over the network are those of the simulator, and make a report."""
     content, tensors = server_of(folder)
-    run = simulated(algorithm, 2)
+    run = simulated(algorithm, 2, codec)
     torch.testing.assert_close(tensors["server.x"], run.x, rtol=1e-5, atol=1e-7)
     assert [r["test_accuracy"] for r in content["history"]] == [r.test_accuracy for r in run.history]
     assert [r["dropped"] for r in content["history"]] == [[], []]
+    assert [r["bytes_up"] for r in content["history"]] == [r.bytes_up for r in run.history]
     write_report(folder)
 
 
@@ -135,6 +135,17 @@ def test_scaffold_has_the_simulators_numbers(federation, tmp_path):
     check_stranger(federation, stranger, tmp_path)  # also without TLS
     federation.run(APP, config(tmp_path / "server", "scaffold"))
     check_numbers(tmp_path / "server", "scaffold")
+
+    lean = tmp_path / "lean-app"  # the same with codecs: fewer bytes, and again the simulator's numbers
+    shutil.copytree(APP, lean)
+    text = (
+        (lean / "pyproject.toml").read_text().replace('experiment = "flower-digits"', 'experiment = "lean"')
+    )
+    (lean / "pyproject.toml").write_text(
+        text + '\n[tool.flwr.app.config.codec]\ny = "int8"\ndy = "topk:0.1"\n'
+    )
+    federation.run(lean, config(tmp_path / "lean", "scaffold"))
+    check_numbers(tmp_path / "lean", "scaffold", {"y": "int8", "dy": "topk:0.1"})
 
 
 def wait_for(condition, what):

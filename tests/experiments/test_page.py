@@ -184,6 +184,30 @@ def test_a_step_may_cost_nothing(view, folder):
     assert minutes(page) == expected(folder / "one", **cost)
 
 
+def test_a_codec_can_be_chosen(view, folder):
+    page = view("one")
+    megabytes = "cells => cells.map(c => Number(c.textContent))"
+    before = page.eval_on_selector_all("td[data-megabytes]", megabytes)
+    was = minutes(page)
+    assert page.locator("#codec-note").is_hidden()
+    page.select_option("#codec-tracking", "int8")
+    after = page.eval_on_selector_all("td[data-megabytes]", megabytes)
+    assert [new < old for old, new in zip(before, after, strict=True)] == [False, True, False]
+    now = minutes(page)
+    assert now[0] == was[0]
+    assert now[1] != was[1]
+    page.select_option("#codec-change", "topk:0.01")
+    last = page.eval_on_selector_all("td[data-megabytes]", megabytes)
+    assert all(new < old for old, new in zip(after, last, strict=True))
+    page.select_option('[data-x="1"]', "bytes")
+    ends = "boxes => Math.max(...boxes[0].data.map(trace => Math.max(...trace.x)))"
+    assert page.eval_on_selector_all('[data-plot="1"]', ends) == pytest.approx(8 * max(last), rel=0.02)
+    page.click("#cost-reset")
+    assert page.eval_on_selector_all("td[data-megabytes]", megabytes) == before
+    assert minutes(page) == was
+    assert page.said == []
+
+
 def test_methods_can_be_hidden(view):
     page = view("one")
     count = "boxes => boxes.map(box => box.data.length)"

@@ -371,6 +371,9 @@ def settings(r: random.Random, odd: float, folder: Path) -> dict[str, Any]:
         good["eval_clients"] = r.choice((True, "epoch"))
     if r.random() < 0.1:
         good |= {"clip_norm": 1.0, "weight_decay": 0.1, "dropout": 0.5, "stragglers": 0.5}
+    if r.random() < 0.15:
+        codec = r.choice(("int8", "int4:3", "topk:0.5", "bfloat16", "means:2", "float32", "int9", "topk:2"))
+        good["codec"] = r.choice(({"dx": codec}, {"dy": codec, "dx": "topk"}, f"dx={codec}", {"x": codec}))
     if r.random() < 0.1:
         good["checkpoint"] = folder / "checkpoint"
         good["states"] = r.choice(("memory", "files", "auto"))
@@ -402,7 +405,7 @@ OTHERS += (
     "dropout",
     "stragglers",
 )
-OTHERS += ("deadline", "eval_clients", "local_parameters", "keep", "groups", "group_rounds")
+OTHERS += ("deadline", "eval_clients", "local_parameters", "keep", "groups", "group_rounds", "codec")
 
 
 def ends(t: int) -> Callable[[Any], bool]:

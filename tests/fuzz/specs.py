@@ -27,6 +27,7 @@ SMALL = {
 }
 RUNS = (
     "rounds = 2\nsampled = 2\ntracked = 1\nlocal_steps = 2\nbatch_size = 4\nseeds = [0, 1]",
+    'rounds = 2\nsampled = 2\nlocal_steps = 2\nbatch_size = 4\nseeds = [0]\ncodec = { dx = "int8" }',
     'rounds = 3\nlocal_epochs = 1\nbatch_size = 8\nseeds = [3]\ndtype = "float64"\nexecutor = "loop"',
     'rounds = 2\nsampled = 3\nlocal_steps = 1\nseeds = [0]\nweights = "size"\non_nonfinite = "drop"',
     "rounds = 3\nsampled = 2\nlocal_steps = 2\nbatch_size = 4\nseeds = [0, 1]\ntarget = 0.5\neval_every = 2",
@@ -91,6 +92,7 @@ NAMES = (
         "local_steps",
         "local_epochs",
         "batch_size",
+        "codec",
         "seeds",
         "target",
         "stop_at_target",

@@ -129,6 +129,10 @@ class Exits(fadamgc.FedAvg):
         raise SystemExit(0)
 
 
+class CommitsToWhatItMeant(fadamgc.FAdamGC):
+    changes: ClassVar[dict[str, str]] = {}
+
+
 class OneGroupForAll(fadamgc.MTGC):
     def broadcast_to(self, server, j):
         return super().broadcast_to(server, 0)
@@ -156,6 +160,10 @@ MISTAKES = {
     ChangesAGroup: ("pure", "aggregate_group changes its arguments"),
     LooksAtTracked: ("equal on all executors", "vectorized and on loop differ"),
     SendsUntracked: ("bytes are counted", "an untracked client sends dy"),
+    CommitsToWhatItMeant: (
+        "clients follow what arrives",
+        "y holds for server and clients, but not with codec=",
+    ),
     Remembers: ("resumes bit for bit", "a resumed run differs"),
 }
 

@@ -95,6 +95,11 @@ def test_local_parameters(case):
     assert case["metrics"]
 
 
+def test_codecs(case):
+    assert case["difference"] == 0
+    assert case["rests"]
+
+
 def test_resumed(case):
     assert case["with Ray"]
     assert case["without"]

@@ -86,6 +86,12 @@ class Composition(Algorithm[Server, Down, Client, Local, Up]):
         return ("correction",) if self.parts().correction.tracks else ()
 
     @property
+    def changes(self) -> dict[str, str]:  # type: ignore[override]
+        """The changes that the correction sends."""
+        changes = self.parts().correction.changes
+        return {f"correction.{field}": f"correction.{kept}" for field, kept in changes.items()}
+
+    @property
     def init_gradient(self) -> bool:
         """Whether the correction starts from gradients at the initial model."""
         return self.parts().correction.init_gradient

@@ -7,6 +7,7 @@ All methods are pure functions for one client, as those of an algorithm are.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -31,6 +32,8 @@ class Correction:
     """The name in specs, tables and legends."""
     tracks: ClassVar[bool] = False
     """Whether the message of the correction is sent by tracked clients only; it is zero for all others."""
+    changes: ClassVar[Mapping[str, str]] = {}
+    """Fields of the message that are the change of a field of the client's state, such as {"dy": "y"}."""
     needs_average: ClassVar[bool] = False
     """Whether the server must move the model along the mean of the clients' changes."""
     shares_moments: ClassVar[bool] = True
@@ -126,6 +129,7 @@ class Pre(Correction):
 
     title: ClassVar[str] = "pre"
     tracks: ClassVar[bool] = True
+    changes: ClassVar[Mapping[str, str]] = {"dy": "y"}
 
     init: Literal["zero", "gradient"] = choice("zero", "gradient")
 
@@ -171,6 +175,7 @@ class Post(Correction):
 
     title: ClassVar[str] = "post"
     tracks: ClassVar[bool] = True
+    changes: ClassVar[Mapping[str, str]] = {"dy": "y"}
     shares_moments: ClassVar[bool] = False
 
     def init_server(self, x: Tensor, g: Tensor | None) -> Tracking:

@@ -33,6 +33,10 @@ Rounds = Annotated[int | None, option("Number of rounds, instead of the spec's."
 Seed = Annotated[int | None, option("The first seed, instead of the spec's.")]
 SeedCount = Annotated[int | None, option("Number of seeds, starting with the first seed.", "--seeds")]
 Methods = Annotated[str | None, option("Run only these methods of the spec, separated by commas.")]
+Codec = Annotated[
+    str | None,
+    option("How fields of messages are sent, such as y=int8,dy=int8; instead of the spec's [run] codec."),
+]
 Workers = Annotated[
     int | None, option("Number of processes; it does not change the results.", default="one per core")
 ]
@@ -74,6 +78,7 @@ def compare(
     seeds: SeedCount = None,
     rounds: Rounds = None,
     methods: Methods = None,
+    codec: Codec = None,
     out: Out = Path("out/compare"),
     workers: Workers = None,
     device: Device = None,
@@ -101,7 +106,7 @@ def compare(
     from fadamgc.experiments.spec.toml_io import preset as preset_named
 
     cluster = _prepare(data_root, track, ray, ray_cpus, ray_gpus)
-    spec = _adjusted(preset_named(preset), seed, seeds, rounds, methods, device)
+    spec = _adjusted(preset_named(preset), seed, seeds, rounds, methods, device, codec)
     _run_and_report(spec, out, tune, workers, cluster, quiet, resume, overwrite, save_models)
 
 
@@ -113,6 +118,7 @@ def run(
     seeds: SeedCount = None,
     rounds: Rounds = None,
     methods: Methods = None,
+    codec: Codec = None,
     out: OutOfSpec = None,
     workers: Workers = None,
     device: Device = None,
@@ -139,7 +145,7 @@ def run(
     from fadamgc.experiments.spec.toml_io import load_spec
 
     cluster = _prepare(data_root, track, ray, ray_cpus, ray_gpus)
-    experiment = _adjusted(load_spec(spec), seed, seeds, rounds, methods, device)
+    experiment = _adjusted(load_spec(spec), seed, seeds, rounds, methods, device, codec)
     folder = out or Path("out", experiment.name)
     _run_and_report(experiment, folder, tune, workers, cluster, quiet, resume, overwrite, save_models)
 
@@ -159,6 +165,7 @@ def reproduce(
     seeds: SeedCount = None,
     rounds: Rounds = None,
     methods: Methods = None,
+    codec: Codec = None,
     out: Annotated[
         Path | None, option("Folder to write to.", "--out", "-o", default="out/NAME-SCALE")
     ] = None,
@@ -199,7 +206,7 @@ def reproduce(
             spent = time.perf_counter() - began
             left = f"; about {duration(spent * study.left(number - 1))} left" if number > 1 else ""
             say(f"{study.name}: {member.name} ({number} of {len(study.members)}{left})")
-        spec = _adjusted(member.spec, None, seeds, rounds, methods, device)
+        spec = _adjusted(member.spec, None, seeds, rounds, methods, device, codec)
         if tuned is not None:
             spec = spec.with_steps_of(tuned)
         has_steps = all("eta_l" in method.hyperparameters for method in spec.methods)
@@ -219,6 +226,7 @@ def reproduce(
 def tune(
     spec: SpecFile,
     methods: Methods = None,
+    codec: Codec = None,
     out: OutOfSpec = None,
     workers: Workers = None,
     device: Device = None,
@@ -243,7 +251,7 @@ def tune(
     from fadamgc.experiments.tune import tuning_plan
 
     cluster = _prepare(data_root, "", ray, ray_cpus, ray_gpus)
-    experiment = _adjusted(load_spec(spec), None, None, None, methods, device)
+    experiment = _adjusted(load_spec(spec), None, None, None, methods, device, codec)
     folder = ExperimentFolder(out or Path("out", experiment.name))
     runner = Runner(workers, quiet, ray=cluster)
     runner.check(tuning_plan(experiment, folder.path))
@@ -275,6 +283,7 @@ def _adjusted(
     rounds: int | None,
     methods: str | None,
     device: str | None,
+    codec: str | None,
 ) -> Spec:
     """Change a spec by the options of the command line."""
     if seeds is not None:
@@ -282,8 +291,9 @@ def _adjusted(
     first = spec.run.seeds[0] if seed is None else seed
     count = len(spec.run.seeds) if seeds is None else seeds
     all_seeds = spec.run.seeds if seed is None and seeds is None else tuple(range(first, first + count))
-    spec = spec.replace("run", rounds=rounds, seeds=all_seeds, device=device)
-    return spec if methods is None else spec.only(name.strip() for name in methods.split(","))
+    if methods is not None:
+        spec = spec.only(name.strip() for name in methods.split(","))
+    return spec.replace("run", rounds=rounds, seeds=all_seeds, device=device, codec=codec)
 
 
 def _run_and_report(

@@ -45,6 +45,7 @@ FILES = (
     *(f"{name}.{ending}" for name in ("rounds", "minutes", "curves") for ending in ("png", "svg", "pdf")),
     *("curves.csv", "report.html"),
 )
+PER_METHOD = ("tracked", "codec")  # settings of [run] that a [[method]] may replace
 
 
 @dataclass(frozen=True)
@@ -133,20 +134,22 @@ class ExperimentFolder:
                     "give a folder for each"
                 )
         methods = [planned.method for planned in plan]
-        per_method = any(planned.run.tracked != first.run.tracked for planned in plan)
-        if per_method:
-            methods = [p.method.model_copy(update={"tracked": p.run.tracked}) for p in plan]
+        shared: dict[str, Any] = {key: getattr(first.run, key) for key in PER_METHOD}
+        for key in PER_METHOD:
+            if any(getattr(planned.run, key) != shared[key] for planned in plan):
+                values = [getattr(planned.run, key) for planned in plan]
+                methods = [m.model_copy(update={key: v}) for m, v in zip(methods, values, strict=True)]
+                shared[key] = None
         methods = _distinct(methods)
         report = saved[0].settings.get(REPORT, {})
         name = re.sub(r"[^\w .-]", "-", str(report.get("experiment", self.path.resolve().name)))
         title = report.get("title", f"{saved[0].settings['task']}, {first.task.clients} clients")
         seeds = tuple(dict.fromkeys(planned.seed for planned in plan))
-        run = {"seeds": seeds, "tracked": None if per_method else first.run.tracked}
         tables = {
             "name": name.lstrip(" .-") or "experiment",
             "title": printable(str(title)),
             "task": first.task,
-            "run": first.run.model_copy(update=run),
+            "run": first.run.model_copy(update={"seeds": seeds} | shared),
             "cost": first.cost,
             "methods": tuple({method.label: method for method in methods}.values()),
         }
@@ -229,6 +232,7 @@ def _settings(spec: Spec, free: set[str], labels: list[str], tuned: bool) -> dic
         if method.label in labels:
             values[f"{method.label}: algorithm"] = method.algorithm
             values[f"{method.label}: tracked"] = spec.tracked(method)
+            values[f"{method.label}: codec"] = spec.codec(method)
             for key, value in method.hyperparameters.items():
                 if not (tuned and key in (STEPS if spec.tune is None else spec.tune.names())):
                     values[f"{method.label}: {key}"] = value
@@ -247,7 +251,7 @@ def _is_leftover(name: str) -> bool:
 
 def _shared_settings(planned: PlannedRun) -> dict[str, Any]:
     """Return the settings that all runs of an experiment share."""
-    run = planned.run.model_dump(exclude={"seeds", "tracked"})
+    run = planned.run.model_dump(exclude={"seeds", *PER_METHOD})
     return {**_task_settings(planned.task), **run, **dict(planned.cost)}
 
 
@@ -258,7 +262,8 @@ def _differences(a: dict[str, Any], b: dict[str, Any]) -> list[tuple[str, Any, A
 
 def _distinct(methods: list[MethodSpec]) -> list[MethodSpec]:
     """Add to the labels of different methods that have the same label the settings in which they differ."""
-    settings = [{"algorithm": m.algorithm, "tracked": m.tracked} | m.hyperparameters for m in methods]
+    shared = ("algorithm", *PER_METHOD)
+    settings = [{key: getattr(m, key) for key in shared} | m.hyperparameters for m in methods]
     result = []
     for method, values in zip(methods, settings, strict=True):
         rivals = [s for m, s in zip(methods, settings, strict=True) if m.slug == method.slug]

@@ -47,7 +47,7 @@ class PlannedRun:
     @classmethod
     def of(cls, spec: Spec, method: MethodSpec, seed: int, folder: Path) -> PlannedRun:
         """Plan the run of a spec's method with one seed."""
-        run = spec.run.model_copy(update={"tracked": spec.tracked(method)})
+        run = spec.run.model_copy(update={"tracked": spec.tracked(method), "codec": spec.codec(method)})
         algorithm = None if isinstance(spec.task, CustomTask) or not method.known else method.make()
         return cls(spec.task, run, spec.cost, method, algorithm, seed, folder)
 

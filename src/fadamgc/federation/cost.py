@@ -16,10 +16,11 @@ import torch
 from numpy.typing import NDArray
 
 from fadamgc.algorithm import AnyAlgorithm, example, stand_in
+from fadamgc.codecs import codecs_of
 from fadamgc.errors import InputError, not_accepted, real
 from fadamgc.federation.functions import Buffers
 from fadamgc.federation.sampling import Draw
-from fadamgc.tree import leaves
+from fadamgc.tree import leaves, named_leaves
 
 LINK, TIME = (1e-9, math.inf, ">= 1e-09"), (0.0, 1e9, "with 0 <= value <= 1e+09")
 LIMITS = {"down_mbps": LINK, "up_mbps": LINK, "seconds_per_step": TIME, "latency": TIME}
@@ -62,21 +63,48 @@ class Traffic(NamedTuple):
 
 
 def traffic(
-    algorithm: AnyAlgorithm, d: int, dtype: torch.dtype = torch.float32, buffers: Buffers | None = None
+    algorithm: AnyAlgorithm,
+    d: int,
+    dtype: torch.dtype = torch.float32,
+    buffers: Buffers | None = None,
+    codec: Sequence[tuple[str, str]] = (),
 ) -> Traffic:
     """Return the bytes that an algorithm sends for a model of d numbers, from an example of its messages.
 
-    Buffers travel with the model, both ways.
+    Buffers travel with the model, both ways. ``codec`` has pairs of a field and its codec.
 
     >>> from fadamgc import FAdamGC
     >>> traffic(FAdamGC(), d=1000)
     Traffic(down=8000, up=4000, up_tracked=4000)
     """
-    _, down, _, _, up = example(algorithm, stand_in(d, dtype))
     extra = state_bytes(buffers)
-    sizes = {name: state_bytes(part) for name, part in up._asdict().items()}
-    tracked = sum(size for name, size in sizes.items() if name in algorithm.tracked_only)
-    return Traffic(state_bytes(down) + extra, sum(sizes.values()) - tracked + extra, tracked)
+    sizes = message_sizes(algorithm, d, dtype, codec)
+    down, up, tracked = (sum(size for _, size in sizes[part].values()) for part in ("down", "up", "tracked"))
+    return Traffic(down + extra, up + extra, tracked)
+
+
+def message_sizes(
+    algorithm: AnyAlgorithm,
+    d: int,
+    dtype: torch.dtype = torch.float32,
+    codec: Sequence[tuple[str, str]] = (),
+) -> dict[str, dict[str, tuple[int, int]]]:
+    """Return how many numbers each field of the messages has, and in how many bytes they are sent.
+
+    The fields are those of the server's message, "down", and of a client's: "up", which all clients send, and
+    "tracked", which only tracked clients send.
+    """
+    sample = example(algorithm, stand_in(d, dtype))
+    sizes: dict[str, dict[str, tuple[int, int]]] = {"down": {}, "up": {}, "tracked": {}}
+    for part, message in (("down", sample.down), ("up", sample.up)):
+        fields = named_leaves(message)
+        codecs = codecs_of(tuple(codec), tuple(fields))
+        for name, leaf in fields.items():
+            n = leaf.numel()
+            only_tracked = part == "up" and name.partition(".")[0] in algorithm.tracked_only
+            size = codecs[name].size(n) if name in codecs else leaf.nbytes
+            sizes["tracked" if only_tracked else part][name] = (n, size)
+    return sizes
 
 
 def state_bytes(state: Any) -> int:

@@ -26,6 +26,7 @@ from fadamgc.federation.client_states import ClientStates, ForgottenStates
 from fadamgc.federation.cost import CostModel
 from fadamgc.federation.functions import Buffers, TaskFunctions
 from fadamgc.federation.local_parameters import UNKNOWN, PartlyLocal, layout_of
+from fadamgc.federation.messages import MessageCodecs
 from fadamgc.federation.record import Record
 from fadamgc.federation.trained import Best, export_module, module_at, predicted_labels
 from fadamgc.hyperparameters import with_schedules
@@ -293,6 +294,10 @@ def unpack_server(
 ) -> tuple[Any, Any, Buffers]:
     """Return server, initial client state and buffers from the tensors of a run."""
     assert algorithm is not None
+    if settings.get("codec"):
+        first = with_schedules(algorithm, first_number)
+        table = tuple((str(field), str(codec)) for field, codec in settings["codec"])
+        algorithm = MessageCodecs(table, first, 1, torch.float32).keeping_rest(algorithm)
     if settings.get("local_parameters") is not None:
         algorithm = PartlyLocal(algorithm, UNKNOWN)
     like = example(with_schedules(algorithm, first_number), torch.empty(0))

@@ -12,11 +12,12 @@ from torch import Tensor
 from fadamgc.algorithm import AnyAlgorithm, Cohort
 from fadamgc.errors import NonFiniteError
 from fadamgc.federation.client_states import ClientStates
-from fadamgc.federation.cost import CostModel, Work, state_bytes, traffic
+from fadamgc.federation.cost import CostModel, Work, message_sizes, state_bytes, traffic
 from fadamgc.federation.functions import Buffers, TaskFunctions
 from fadamgc.federation.group_rounds import GroupRounds
-from fadamgc.federation.jobs import Round
-from fadamgc.federation.local_parameters import PartlyLocal, partly_local
+from fadamgc.federation.jobs import Result, Round
+from fadamgc.federation.local_parameters import PartDown, PartlyLocal, partly_local
+from fadamgc.federation.messages import MessageCodecs, on_the_wire
 from fadamgc.federation.record import Record
 from fadamgc.federation.run import Run, environment
 from fadamgc.federation.sampling import Draw, draw
@@ -61,6 +62,7 @@ class Federation:
         weights: the clients' weights, with mean 1; None if all are equal.
         history: one record per round.
         setup: the work before round 1, which counts in round 1.
+        message_sizes: numbers and bytes of each field of the messages; None with groups.
     """
 
     def __init__(
@@ -77,6 +79,8 @@ class Federation:
         self.method = algorithm
         x0, buffers0 = functions.x0, functions.buffers0
         sent, buffers = functions.flat.d, buffers0
+        self.codecs = MessageCodecs(settings.codec or (), algorithm.at(1), sent, x0.dtype)
+        algorithm = self.codecs.keeping_rest(algorithm)
         if settings.local_parameters is not None:
             patterns = settings.local_parameters
             algorithm = partly_local(algorithm, patterns, functions.module, functions.flat, buffers0)
@@ -86,9 +90,12 @@ class Federation:
         self.cost = cost or CostModel()
         self.cost.check(n)
         self.t = 0
-        algorithm = self.algorithm
-        on_the_wire = algorithm.inner if isinstance(algorithm, PartlyLocal) else algorithm
-        self.traffic = traffic(on_the_wire, sent, x0.dtype, buffers)
+        algorithm, codec = self.algorithm, settings.codec or ()
+        plain = on_the_wire(algorithm)
+        self.traffic = traffic(plain, sent, x0.dtype, buffers, codec)
+        # Groups send messages of their own, which have no codecs.
+        grouped = isinstance(plain, GroupedAlgorithm)
+        self.message_sizes = None if grouped else message_sizes(plain, sent, x0.dtype, codec)
         self.state = ServerState(None if algorithm.init_gradient else algorithm.init_server(x0), buffers0)
         self.weights: list[float] | None = None
         self.history: list[Record] = []
@@ -143,7 +150,30 @@ class Federation:
         """Return the next round as its clients see it."""
         algo, (server, buffers), s = self.algorithm, self.state, self.settings
         down = algo.broadcast(server)
+        if self.codecs.down:
+            down = self._received(down)
+            for name, value in named_leaves(down).items():
+                if not all_finite(value):
+                    message = (
+                        f"the server's {name} is not finite as it is sent in round {self.t + 1}: a codec "
+                        "sends numbers of float32; lower eta_g or eta_l"
+                    )
+                    raise NonFiniteError(None, self.t + 1, None, message)
         return Round(self.functions, algo, s.seed, self.t + 1, down, buffers, s.gradients)
+
+    def message(self) -> dict[str, Tensor]:
+        """Return the server's message of the next round as it is sent: see ``MessageCodecs``."""
+        return self._sent(self.algorithm.broadcast(self.state.server))
+
+    def _sent(self, down: Any) -> dict[str, Tensor]:
+        return self.codecs.as_sent_down(down, self.settings.seed, self.t + 1)
+
+    def _received(self, down: Any) -> Any:
+        """Return the server's message of the next round as the clients read it."""
+        if not isinstance(self.scheduled, PartlyLocal):
+            return self.codecs.received_down(self._sent(down), down)
+        shared = self.codecs.received_down(self._sent(down.shared), down.shared)
+        return PartDown(down.x, shared)
 
     def at_client(self, round: Round, state: Any) -> Round:
         """Return a round as a client with this state sees it: with its local parameters and buffers."""
@@ -153,13 +183,18 @@ class Federation:
         buffers = round.buffers | algo.layout.unpack(state.buffers)
         return round._replace(down=algo.receive(round.down, state), buffers=buffers)
 
-    def from_client(self, state: Any, buffers: Buffers) -> tuple[Any, Buffers]:
-        """Return the state that a client keeps after a round, and the buffers that it sends."""
-        algo = self.scheduled
-        if not isinstance(algo, PartlyLocal):
-            return state, buffers
-        kept = state._replace(buffers=algo.layout.pack(buffers, state.buffers))
-        return kept, algo.layout.shared_buffers(buffers)
+    def from_client(self, result: Result) -> Result:
+        """Return a result with the state that the client keeps, and the message and buffers that arrive."""
+        job, state, up, buffers, *_ = result
+        if self.codecs.up:
+            algo, address = job.round.algorithm, (job.round.seed, job.round.t, job.client)
+            state, _, up = self.codecs.send_up(algo, state, up, job.tracked, address)
+        if isinstance(self.scheduled, PartlyLocal):
+            layout = self.scheduled.layout
+            state = state._replace(buffers=layout.pack(buffers, state.buffers))
+            buffers = layout.shared_buffers(buffers)
+        finite = None if self.codecs.up else result.finite
+        return result._replace(state=state, up=up, buffers=buffers, finite=finite)
 
     def open_groups(self) -> GroupRounds:
         """Return the next global round of an algorithm with groups."""
@@ -265,7 +300,9 @@ class Federation:
     def run(self, clients: ClientStates, settings: Mapping[str, Any]) -> Run:
         """Return the run so far; ``settings`` are added to the settings that the run saves."""
         s = self.settings
-        described = {"rounds": s.rounds, "target": s.target, "task": self.task.name}
+        described: dict[str, Any] = {"rounds": s.rounds, "target": s.target, "task": self.task.name}
+        if self.message_sizes is not None:
+            described["messages"] = as_json(self.message_sizes)
         return Run(
             algorithm=self.method,
             server=self.state.server,

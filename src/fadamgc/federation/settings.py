@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from fadamgc.algorithm import AnyAlgorithm
+from fadamgc.codecs import codec_table
 from fadamgc.errors import InputError, listed, not_accepted, real, reason, shown, whole
 from fadamgc.federation.computing import Computing
 from fadamgc.federation.gradients import GradientOptions
@@ -71,6 +72,8 @@ class Settings:
         weight_decay: weight of an L2 penalty, whose gradient is added to every local gradient; None: none.
         local_parameters: names of layers or parameters, or classes of layers, that stay at the clients: never
             sent, averaged or corrected. "*" stands for anything, as in file names.
+        codec: how fields of messages are sent, as pairs of a field and the name of its codec; None:
+            as they are.
         dtype: type of model and data; None is the model's.
         autocast: "bf16": the operations of the model that allow it run in bfloat16; None: all in ``dtype``.
         channels_last: whether images and kernels of convolutions have their channels last, which is faster on
@@ -99,6 +102,7 @@ class Settings:
     clip_norm: float | None = None
     weight_decay: float | None = None
     local_parameters: tuple[str, ...] | None = None
+    codec: tuple[tuple[str, str], ...] | None = None
     dtype: torch.dtype | None = None
     autocast: Literal["bf16"] | None = None
     channels_last: bool | None = None
@@ -153,6 +157,8 @@ class Settings:
             if target is None or not math.isfinite(target):
                 raise not_accepted("target", self.target, "a finite number")
             object.__setattr__(self, "target", target)
+        if self.codec is not None:
+            object.__setattr__(self, "codec", codec_table(self.codec) or None)
         for name in ("clip_norm", "deadline", "weight_decay", "dropout", "stragglers"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, _number(name, getattr(self, name)))
@@ -400,6 +406,8 @@ class Settings:
         """Return the settings that determine the run's numbers, as plain data (not how many rounds)."""
         names = [field.name for field in fields(self) if field.name not in NOT_IDENTITY]
         plain = {name: as_json(getattr(self, name)) for name in names}
+        if self.codec is None:
+            del plain["codec"]
         return {name: reference_of(value) if callable(value) else value for name, value in plain.items()}
 
 

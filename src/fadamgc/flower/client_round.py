@@ -11,10 +11,18 @@ from fadamgc.algorithm import example, stand_in
 from fadamgc.errors import InputError
 from fadamgc.federation.functions import TaskFunctions
 from fadamgc.federation.jobs import Job, Result, Round
+from fadamgc.federation.messages import MessageCodecs
 from fadamgc.federation.settings import Settings
 from fadamgc.federation.sums import all_finite
 from fadamgc.flower.client_store import ClientStore
-from fadamgc.flower.protocol import RefusedError, Reply, TrainRequest, check_tensors, resolve_pending
+from fadamgc.flower.protocol import (
+    RefusedError,
+    Reply,
+    TrainRequest,
+    check_tensors,
+    decoded,
+    resolve_pending,
+)
 from fadamgc.sim.executors.trainer import train
 from fadamgc.task import Task
 from fadamgc.tree import from_names, leaves, named_leaves
@@ -50,11 +58,20 @@ def handle_request(client: LocalClient, store: ClientStore, train: TrainRequest)
     functions = client.functions
     functions.compute_with(settings.computing)
     algorithm = algorithm.for_model(functions.flat.shapes)
-    like = example(algorithm, stand_in(functions.flat.d, functions.x0.dtype))
+    d, dtype = functions.flat.d, functions.x0.dtype
+    try:
+        codecs = MessageCodecs(settings.codec or (), algorithm, d, dtype)
+    except InputError as error:
+        raise RefusedError("request", f"the server's request cannot be understood: {error}") from None
+    algorithm = codecs.keeping_rest(algorithm)
+    like = example(algorithm, stand_in(d, dtype))
     is_setup = request.stamp.round == 0  # the server wants the gradient at the initial model
     owner = f"client {client.client}: the server's"
-    check_tensors(owner, "message", vectors, {"x": functions.x0} if is_setup else named_leaves(like.down))
+    wanted = {"x": functions.x0} if is_setup else codecs.shapes_down(like.down)
+    check_tensors(owner, "message", vectors, wanted)
     check_tensors(owner, "buffers", buffers, functions.buffers0)
+    if not is_setup:
+        vectors = decoded(owner, "message", vectors, codecs.down, named_leaves(like.down))
     with store.locked():
         stored = resolve_pending(store.load(like.client), request)
         if is_setup:
@@ -72,8 +89,12 @@ def handle_request(client: LocalClient, store: ClientStore, train: TrainRequest)
         )
         result = client.train(round, settings, state, tracked)
         _check_finite(client, leaves([result.state, result.up, result.buffers, result.loss]))
-        store.save(stored.with_pending(request, result.state))
-    up = train.sent_fields(result.up)
+        address = (settings.seed, request.stamp.round, client.client)
+        sent = codecs.send_up(algorithm, result.state, result.up, tracked, address)
+        if settings.codec:
+            _check_finite(client, leaves([sent.state, sent.arrived]))
+        store.save(stored.with_pending(request, sent.state))
+    up = train.only_sent(sent.fields)
     return Reply(*request[:4], up, result.buffers, float(result.loss), result.job.batches.steps)
 
 

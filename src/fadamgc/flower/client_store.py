@@ -56,7 +56,8 @@ class ClientStore:
                 return from_names(like, tensors, prefix)
             except KeyError as error:
                 raise CheckpointError(
-                    f"{self.folder} has the state of another algorithm: it has no {error}"
+                    f"{self.folder} has the state of another algorithm or of other codecs: it has no "
+                    f"{error}; use another experiment, or remove this folder to restart this client"
                 ) from None
 
         pending = content["pending"]

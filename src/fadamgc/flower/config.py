@@ -1,8 +1,8 @@
 """The config of a Flower ServerApp: ``[tool.flwr.app.config]``, or ``flwr run --run-config``.
 
 The keys are the options below and the settings of ``fadamgc.simulate``, both with dashes; the hyperparameters
-of the algorithm by their names (``eta_l``, ``beta2``, ...); and keys with a dot, such as ``data.alpha``,
-which belong to the app.
+of the algorithm by their names (``eta_l``, ``beta2``, ...); the codecs of fields (``codec.y``); and other
+keys with a dot, such as ``data.alpha``, which belong to the app.
 """
 
 from __future__ import annotations
@@ -100,7 +100,9 @@ def read_config(config: Mapping[str, Any]) -> ServerConfig:
     keys = config_keys()
     algorithm = str(config.get("algorithm", ServerOptions.algorithm))
     names = algorithm_class(algorithm).setting_names()
-    hyperparameters = nested({key: value for key, value in config.items() if key.partition(".")[0] in names})
+    owned = (*names, "codec")
+    tables = nested({key: value for key, value in config.items() if key.partition(".")[0] in owned})
+    codec = tables.pop("codec", None)
     known = [*keys, *names]
     for key, value in config.items():
         if "." not in key and key not in known:
@@ -109,10 +111,10 @@ def read_config(config: Mapping[str, Any]) -> ServerConfig:
     options = {f.name: _converted(f.name, values[f.name]) for f in fields(ServerOptions) if f.name in values}
     settings = {f.name: values[f.name] for f in fields(Settings) if f.name in values}
     return ServerConfig(
-        make_algorithm(algorithm, **hyperparameters),
-        Settings.of(**{"rounds": DEFAULT_ROUNDS} | settings),
+        make_algorithm(algorithm, **tables),
+        Settings.of(**{"rounds": DEFAULT_ROUNDS} | settings | {"codec": codec}),
         ServerOptions(**options),
-        {key: value for key, value in config.items() if "." in key and key.partition(".")[0] not in names},
+        {key: value for key, value in config.items() if "." in key and key.partition(".")[0] not in owned},
     )
 
 

@@ -22,6 +22,7 @@ from fadamgc.escape import printable
 from fadamgc.federation.client_states import ClientStates
 from fadamgc.federation.cost import Work
 from fadamgc.federation.functions import TaskFunctions
+from fadamgc.federation.messages import on_the_wire
 from fadamgc.federation.record import Record
 from fadamgc.federation.run import Run
 from fadamgc.federation.sampling import Draw
@@ -31,7 +32,17 @@ from fadamgc.files import as_json
 from fadamgc.flower.config import ServerConfig
 from fadamgc.flower.logs import log
 from fadamgc.flower.members import Members
-from fadamgc.flower.protocol import MAX_GENERATION, NEVER, RefusedError, Reply, Request, Stamp, TrainRequest
+from fadamgc.flower.protocol import (
+    MAX_GENERATION,
+    NEVER,
+    RefusedError,
+    Reply,
+    Request,
+    Stamp,
+    TrainRequest,
+    check_tensors,
+    decoded,
+)
 from fadamgc.flower.reply_checks import Norms, ReplyChecks, Scale, evaluate, refusal
 from fadamgc.flower.server_store import Checkpoint, ServerStore
 from fadamgc.grouped import GroupedAlgorithm
@@ -77,7 +88,8 @@ class Coordinator:
         self.members = Members(self.n, settings, max_samples, max_size_ratio)
         max_norm, max_norm_ratio = options.max_update_norm or math.inf, options.max_norm_ratio or math.inf
         self.checks = ReplyChecks(self.functions.module, max_norm, max_norm_ratio)
-        self._up = example(self.algorithm, torch.zeros_like(self.functions.x0)).up
+        self._up_state = example(self.algorithm, torch.zeros_like(self.functions.x0)).up
+        self._up = named_leaves(self._up_state)
         self.generation = 0
         self.counted: dict[int, Stamp] = {}
         self.refusals: list[str] = []  # the last ones, for people to read
@@ -152,19 +164,24 @@ class Coordinator:
             t, draw, down = 0, Draw(everyone, everyone), {"x": self.functions.x0}
         else:
             t, draw = self.t + 1, self.federation.who(available)
-            down = named_leaves(self.federation.open().down)
-        stamp, shared = Stamp(t, self.store.attempt), (self.algorithm, self.settings, down, self.buffers)
+            self.federation.open()  # refuses numbers that its codecs cannot send
+            down = self.federation.message()
+        algorithm = on_the_wire(self.algorithm)
+        stamp, shared = Stamp(t, self.store.attempt), (algorithm, self.settings, down, self.buffers)
         for i in draw.sampled:
             request = Request(self.experiment, i, self.generation, stamp, self.counted.get(i, NEVER))
             self._asked[i] = TrainRequest(request, i in draw.tracked, *shared)
         return list(self._asked.values())
 
     def wanted(self, client: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return what a client's reply must contain: vectors and buffers, as tensors of the same shape."""
+        """Return what a client's reply must contain: vectors and buffers, as tensors of the same shape.
+
+        Vectors with a codec are those of their bytes.
+        """
         asked = self._asked[client]
         if not asked.request.stamp.round:
             return {"g": self.functions.x0}, {}
-        return asked.sent_fields(self._up), self.buffers
+        return self.federation.codecs.shapes_up(asked.only_sent(self._up)), self.buffers
 
     def _clear_round(self) -> None:
         self._began = time.perf_counter()
@@ -190,8 +207,20 @@ class Coordinator:
             samples, t = self.members.samples.get(client), asked.request.stamp.round  # 0: the setup
             known = samples is not None and t > 0
             steps = self.settings.steps(client, samples or 0, t, self.algorithm.coin) if known else None
-            norms = self.checks.check(reply, asked.request, *self.wanted(client), steps)
+            norms, reply = self._checked(reply, asked, steps)
         self._replies[client], self._norms[client], self._screened = reply, norms, False
+
+    def _checked(self, reply: Reply, asked: TrainRequest, steps: int | None) -> tuple[Norms, Reply]:
+        """Return the norms of a reply and the reply as the server reads it, or refuse it."""
+        client, (vectors, buffers) = asked.request.client, self.wanted(asked.request.client)
+        codecs = self.federation.codecs.coded_up(asked.tracked) if asked.request.stamp.round else {}
+        self.checks.check_header(reply, asked.request, steps)
+        if codecs:
+            owner = f"the reply of client {client} is refused: its"
+            check_tensors(owner, "update", reply.up, vectors)
+            reply = reply._replace(up=decoded(owner, "update", reply.up, codecs, self._up))
+            vectors = asked.only_sent(self._up)
+        return self.checks.check(reply, asked.request, vectors, buffers, steps), reply
 
     def screen(self) -> None:
         """Refuse the replies that are out of proportion to the others; call this when all have arrived."""
@@ -292,13 +321,12 @@ class Coordinator:
         """Return the sums over these replies, and the server's state after a round with them."""
         self.federation.weights = self.members.weights()
         sums = self.federation.new_sums()
-        like = named_leaves(self._up)
         for i in sorted(replies):
             reply = replies[i]
-            vectors = {n: reply.up[n] if n in reply.up else torch.zeros_like(t) for n, t in like.items()}
+            vectors = {n: reply.up[n] if n in reply.up else torch.zeros_like(t) for n, t in self._up.items()}
             buffers = {name: reply.buffers[name] for name in self.buffers}
             loss = torch.tensor(reply.loss, dtype=self.functions.x0.dtype)
-            sums.add(i, reply.steps, from_names(self._up, vectors), buffers, loss)
+            sums.add(i, reply.steps, from_names(self._up_state, vectors), buffers, loss)
         return sums, self.federation.aggregate(sums)
 
     def _record(self, sums: Sums, evaluation: Mapping[str, float], replies: Mapping[int, Reply]) -> Record:

@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 
 from fadamgc.algorithm import AnyAlgorithm
-from fadamgc.errors import FadamgcError
+from fadamgc.codecs import Codec
+from fadamgc.errors import FadamgcError, InputError
+from fadamgc.federation.messages import decode
 from fadamgc.federation.settings import Settings
-from fadamgc.tree import named_leaves
 
 
 class Stamp(NamedTuple):
@@ -64,14 +65,14 @@ class TrainRequest(NamedTuple):
     request: Request
     tracked: bool  # whether the client sends tracking updates
     algorithm: AnyAlgorithm
-    settings: Settings  # seed, local steps and batch size
-    down: dict[str, Tensor]  # the server's message
+    settings: Settings  # seed, local steps, batch size and codecs
+    down: dict[str, Tensor]  # the server's message as it is sent: fields with a codec as bytes
     buffers: dict[str, Tensor]  # the model's averaged buffers
 
-    def sent_fields(self, up: Any) -> dict[str, Tensor]:
-        """Return the fields of the client's message by name, without those that only tracked clients send."""
+    def only_sent(self, up: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the fields that the client sends, without those that only tracked clients send."""
         skipped = () if self.tracked else self.algorithm.tracked_only
-        return {name: t for name, t in named_leaves(up).items() if name.partition(".")[0] not in skipped}
+        return {name: t for name, t in up.items() if name.partition(".")[0] not in skipped}
 
 
 class Reply(NamedTuple):
@@ -81,7 +82,7 @@ class Reply(NamedTuple):
     client: int
     generation: int
     stamp: Stamp
-    up: Mapping[str, Tensor]  # fields of the algorithm's Up, without those that only tracked clients send
+    up: Mapping[str, Tensor]  # fields of the algorithm's Up as they are sent; see ``TrainRequest.only_sent``
     buffers: Mapping[str, Tensor]
     loss: float
     steps: int
@@ -165,5 +166,25 @@ def check_tensors(owner: str, part: str, tensors: Mapping[str, Tensor], like: Ma
                 f"{owner} {name} is {value.dtype} {tuple(value.shape)}, this model needs {like[name].dtype} "
                 f"{tuple(like[name].shape)}; do server and client have the same model?",
             )
-        if not bool(torch.isfinite(value).all()):
-            raise RefusedError("not finite", f"{owner} {name} has numbers that are not finite")
+        _check_finite(owner, name, value)
+
+
+def _check_finite(owner: str, name: str, value: Tensor) -> None:
+    if not bool(torch.isfinite(value).all()):
+        raise RefusedError("not finite", f"{owner} {name} has numbers that are not finite")
+
+
+def decoded(
+    owner: str, part: str, sent: Mapping[str, Tensor], codecs: Mapping[str, Codec], like: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Read the fields of a message that was sent with codecs; refuse those that no codec has written.
+
+    ``like`` has the fields' types and lengths. Error messages begin with ``owner`` and ``part``.
+    """
+    try:
+        vectors = decode(sent, codecs, like)
+    except InputError as error:
+        raise RefusedError("codec", f"{owner} {part} cannot be read: {error}") from None
+    for name in codecs:
+        _check_finite(owner, name, vectors[name])
+    return vectors

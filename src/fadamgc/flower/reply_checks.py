@@ -87,17 +87,7 @@ class ReplyChecks:
         has requested. Return the norms of the reply's vectors and of its changes to the buffers.
         """
         client = request.client
-        if reply.client != client:
-            raise refusal(client, "another client", f"it says that it is client {reply.client}")
-        if reply[:4] != request[:4]:
-            answered, asked = (f"{describe(m.stamp)} of {m.experiment!r}" for m in (reply, request))
-            raise refusal(client, "another round", f"it answers {answered}, not {asked}")
-        if not (isinstance(reply.steps, int) and 1 <= reply.steps <= 10**9):
-            raise refusal(client, "steps", f"it has {reply.steps!r} local steps")
-        if steps is not None and reply.steps != steps:
-            raise refusal(client, "steps", f"it has {reply.steps} local steps, not {steps}")
-        if not (isinstance(reply.loss, float) and abs(reply.loss) <= LARGEST_LOSS):
-            raise refusal(client, "not finite", f"its loss is {reply.loss!r}")
+        self.check_header(reply, request, steps)
         owner = f"the reply of client {client} is refused: its"
         check_tensors(owner, "update", reply.up, vectors)
         check_tensors(owner, "buffers", reply.buffers, buffers)
@@ -114,6 +104,21 @@ class ReplyChecks:
             if not math.isfinite(length):
                 raise refusal(client, "not finite", f"the norm of {name} is not finite")
         return norms | {STEPS: float(reply.steps)}
+
+    def check_header(self, reply: Reply, request: Request, steps: int | None) -> None:
+        """Refuse a reply that does not answer the request, or has numbers that cannot be right."""
+        client = request.client
+        if reply.client != client:
+            raise refusal(client, "another client", f"it says that it is client {reply.client}")
+        if reply[:4] != request[:4]:
+            answered, asked = (f"{describe(m.stamp)} of {m.experiment!r}" for m in (reply, request))
+            raise refusal(client, "another round", f"it answers {answered}, not {asked}")
+        if not (isinstance(reply.steps, int) and 1 <= reply.steps <= 10**9):
+            raise refusal(client, "steps", f"it has {reply.steps!r} local steps")
+        if steps is not None and reply.steps != steps:
+            raise refusal(client, "steps", f"it has {reply.steps} local steps, not {steps}")
+        if not (isinstance(reply.loss, float) and abs(reply.loss) <= LARGEST_LOSS):
+            raise refusal(client, "not finite", f"its loss is {reply.loss!r}")
 
     def out_of_proportion(self, norms: Mapping[int, Norms], state: ServerState) -> dict[int, RefusedError]:
         """Return the clients whose norms are far larger than is typical, each with the reason."""

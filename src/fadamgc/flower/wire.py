@@ -101,6 +101,7 @@ def request_content(train: TrainRequest) -> RecordDict:
         **{key: value for key, value in local.items() if value is not None},
         **{key: value for key, value in settings.gradients._asdict().items() if value is not None},
         **{key: value for key, value in settings.computing._asdict().items() if value is not None},
+        **({} if settings.codec is None else {"codec": json.dumps(dict(settings.codec))}),
     }
     arrays = {"down": to_array_record(down), "buffers": to_array_record(buffers)}
     return RecordDict({"request": ConfigRecord(config), **arrays})
@@ -120,6 +121,8 @@ def read_request(content: RecordDict) -> TrainRequest:
     try:
         local: Any = {key: whole(key, config[key], 1, MAX_STEPS) for key in LOCAL_SETTINGS if key in config}
         local |= {key: config[key] for key in (*GradientOptions._fields, *Computing._fields) if key in config}
+        if "codec" in config:
+            local["codec"] = json.loads(_get(config, "codec", str))
         hyperparameters = json.loads(_get(config, "hyperparameters", str))
         with untrusted():
             algorithm = make_algorithm(_get(config, "algorithm", str), **hyperparameters)

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from fadamgc.federation.sampling import draw
 from fadamgc.federation.settings import Settings
 from fadamgc.files import as_json
 from fadamgc.grouped import GroupedAlgorithm
+from fadamgc.judge.relations import lossy_codecs, relations
 from fadamgc.judge.walk import walk
 from fadamgc.optim import ClientOptimizer
 from fadamgc.runtime import seeded
@@ -237,6 +239,25 @@ def check_order(algorithm: AnyAlgorithm) -> None:
     _assert_close(runs[1].x, runs[0].x, "x with the clients in another order and x")
 
 
+def check_codecs(algorithm: AnyAlgorithm) -> str:
+    """Check that states that belong together also do where messages are sent with a lossy codec."""
+    if isinstance(algorithm, GroupedAlgorithm):
+        return "methods with groups have no codecs"
+    task = small_task()
+    functions = TaskFunctions(task, torch.float64)
+    bound = algorithm.for_model(functions.flat.shapes)
+    codec = lossy_codecs(bound, functions.flat.d)
+    simulate_all = partial(_simulate, algorithm, task, sampled=task.n, tracked=task.n)
+    held, lossy = (relations(bound, simulate_all, table) for table in (None, codec))
+    broken = sorted(held - lossy)
+    assert not broken, (
+        f"{broken[0]} holds for server and clients, but not with codec={codec}; say which field of "
+        'the message is the change of which field of the client\'s state, changes = {"dy": "y"}, or override '
+        "received (docs/codecs.md)"
+    )
+    return ", ".join(sorted(held))
+
+
 def _assert_close(actual: Tensor, expected: Tensor, what: str) -> None:
     if not torch.allclose(actual, expected, rtol=RTOL, atol=ATOL):
         difference = float((actual - expected).abs().max())
@@ -252,4 +273,5 @@ CHECKS: dict[str, Callable[[AnyAlgorithm], str | None]] = {
     "bytes are counted": check_bytes,
     "absent clients untouched": check_absent_clients,
     "order of clients": check_order,
+    "clients follow what arrives": check_codecs,
 }

@@ -66,6 +66,7 @@ class MyMethod(Algorithm[Server, Down, Client, Local, Up]):
 
     title: ClassVar[str] = "My method"  # in tables and legends
     tracked_only: ClassVar[tuple[str, ...]] = ("dy",)  # fields of Up that only tracked clients send
+    changes: ClassVar[dict[str, str]] = {"dy": "y"}  # fields of Up that are the change of a field of Client
 
     # Hyperparameters: every field has a default and checks its value (fadamgc.fields).
     eta_l: float = positive(0.1)

@@ -88,6 +88,7 @@ class FANT(NaiveTracking[Server, Down, Client, Up]):
 
     title: ClassVar[str] = "FA-NT"
     tracked_only: ClassVar[tuple[str, ...]] = ("dy",)
+    changes: ClassVar[dict[str, str]] = {"dy": "y"}
 
     def init_server(self, x: Tensor, g: Tensor | None = None) -> Server:
         return Server(x, torch.zeros_like(x))

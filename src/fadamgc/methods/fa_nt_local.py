@@ -84,5 +84,8 @@ class FANTLocal(NaiveTracking[Server, Down, Client, Up]):
         rate = number(x, 1.0) / (K * self.eta_g * self.eta_l)
         return Client(z_open, down.x, rate, local.v, local.v_hat), Up(dx)
 
+    def received(self, client: Client, up: Up, arrived: Up) -> Client:
+        return client._replace(z_open=client.z_open + client.rate * self.eta_g * (arrived.dx - up.dx))
+
     def aggregate(self, server: Server, total: Up, cohort: Cohort) -> Server:
         return Server(server.x + self.eta_g * (total.dx / cohort.S))

@@ -69,6 +69,7 @@ class FAdamGC(Algorithm[Server, Down, Client, Local, Up]):
 
     title: ClassVar[str] = "FAdamGC"
     tracked_only: ClassVar[tuple[str, ...]] = ("dy",)
+    changes: ClassVar[dict[str, str]] = {"dy": "y"}
 
     eta_l: float = positive(1e-3)
     eta_g: float = positive(1.0)

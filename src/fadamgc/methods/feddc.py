@@ -58,6 +58,7 @@ class FedDC(Algorithm[Server, Down, Client, Empty, Up]):
 
     title: ClassVar[str] = "FedDC"
     tracked_only: ClassVar[tuple[str, ...]] = ("ds",)
+    changes: ClassVar[dict[str, str]] = {"ds": "s"}
 
     eta_l: float = positive(0.1)
     alpha: float = nonnegative(0.1)
@@ -86,6 +87,9 @@ class FedDC(Algorithm[Server, Down, Client, Empty, Up]):
         dx = x - down.x
         s = select(tracked, client.s - down.s - dx / (K * self.eta_l), client.s)
         return Client(client.h + dx, s), Up(dx, s - client.s)
+
+    def received(self, client: Client, up: Up, arrived: Up) -> Client:
+        return Client(client.h + (arrived.dx - up.dx), client.s + (arrived.ds - up.ds))
 
     def aggregate(self, server: Server, total: Up, cohort: Cohort) -> Server:
         h = server.h + total.dx / cohort.n

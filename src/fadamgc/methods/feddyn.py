@@ -74,6 +74,9 @@ class FedDyn(Algorithm[Server, Down, Client, Empty, Up]):
         dx = x - down.x
         return Client(client.h + dx), Up(dx)
 
+    def received(self, client: Client, up: Up, arrived: Up) -> Client:
+        return Client(client.h + (arrived.dx - up.dx))
+
     def aggregate(self, server: Server, total: Up, cohort: Cohort) -> Server:
         h = server.h + total.dx / cohort.n
         return Server(server.x + total.dx / cohort.S + h, h)

@@ -60,6 +60,7 @@ class FedMuonSign(Algorithm[Server, Down, Client, Local, Up]):
 
     title: ClassVar[str] = "FedMuon (sign)"
     tracked_only: ClassVar[tuple[str, ...]] = ("dC",)
+    changes: ClassVar[dict[str, str]] = {"dC": "C"}
 
     eta_l: float = positive(1e-3)
     eta_g: float = positive(1.0)

@@ -92,5 +92,8 @@ class Scaffnew(Algorithm[Server, Down, Client, Local, Up]):
         rate = one / (K * self.eta_l) if self.p is None else one * (self.p / self.eta_l)
         return Client(local.h, x, rate), Up(x - down.x)
 
+    def received(self, client: Client, up: Up, arrived: Up) -> Client:
+        return client._replace(x=client.x + (arrived.dx - up.dx))
+
     def aggregate(self, server: Server, total: Up, cohort: Cohort) -> Server:
         return Server(server.x + total.dx / cohort.S)

@@ -58,6 +58,7 @@ class Scaffold(Algorithm[Server, Down, Client, Local, Up]):
 
     title: ClassVar[str] = "SCAFFOLD"
     tracked_only: ClassVar[tuple[str, ...]] = ("dy",)
+    changes: ClassVar[dict[str, str]] = {"dy": "y"}
 
     eta_l: float = positive(0.1)
     eta_g: float = positive(1.0)

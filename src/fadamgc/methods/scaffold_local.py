@@ -85,5 +85,8 @@ class ScaffoldLocal(Algorithm[Server, Down, Client, Local, Up]):
         rate = number(x, 1.0) / (K * self.eta_g * self.eta_l)
         return Client(local.z + dx / (K * self.eta_l), down.x, rate), Up(dx)
 
+    def received(self, client: Client, up: Up, arrived: Up) -> Client:
+        return client._replace(z_open=client.z_open + client.rate * self.eta_g * (arrived.dx - up.dx))
+
     def aggregate(self, server: Server, total: Up, cohort: Cohort) -> Server:
         return Server(server.x + self.eta_g * (total.dx / cohort.S))

@@ -63,6 +63,7 @@ class ScaffoldM(Algorithm[Server, Down, Client, Local, Up]):
 
     title: ClassVar[str] = "SCAFFOLD-M"
     tracked_only: ClassVar[tuple[str, ...]] = ("dy",)
+    changes: ClassVar[dict[str, str]] = {"dy": "y"}
 
     eta_l: float = positive(0.1)
     eta_g: float = positive(1.0)

@@ -321,15 +321,17 @@ class Engine:
         dropped: list[int] = []
         for result in _in_order(results, jobs):
             job = result.job
-            if not _is_finite(result):
+            if finite := _is_finite(result):
+                result = federation.from_client(result)
+                finite = not federation.codecs.up or _is_finite(result)  # float64 may exceed a codec
+            if not finite:
                 if self.settings.on_nonfinite == "error":
                     raise NonFiniteError(job.client, t, first_nonfinite_step(job), "update")
                 dropped.append(job.client)
                 continue
             sums = sums_of[id(job.round)]
-            state, buffers = federation.from_client(result.state, result.buffers)
-            sums.add(job.client, job.batches.steps, result.up, buffers, result.loss)
-            staged = self.clients.stage(state)
+            sums.add(job.client, job.batches.steps, result.up, result.buffers, result.loss)
+            staged = self.clients.stage(result.state)
             if job.client in self._staged:
                 self.clients.discard([self._staged[job.client]])
             self._staged[job.client] = staged

@@ -294,7 +294,13 @@ def run_together(
 
 def _round(started: Sequence[Engine], active: list[int]) -> Iterator[tuple[int, Any]]:
     """Run one round of each active run; yield a record, an error, or None if a callback ended the run."""
-    jobs = {i: started[i].begin() for i in active}
+    jobs: dict[int, Any] = {}
+    for i in active:
+        try:
+            jobs[i] = started[i].begin()
+        except NonFiniteError as error:  # the server's message, beyond the range of its codec
+            yield i, error
+    active = list(jobs)
     results: dict[int, Any] = {i: [] for i in active}
     if len(active) == 1:
         (i,) = active

@@ -12,7 +12,7 @@ from torch import Tensor
 from fadamgc.algorithm import AnyAlgorithm, Cohort, Empty, Flag, Steps
 from fadamgc.federation.client_data import ClientTable
 from fadamgc.federation.functions import Buffers
-from fadamgc.federation.jobs import Job
+from fadamgc.federation.jobs import Job, Round
 from fadamgc.federation.server import Federation, ServerState
 from fadamgc.sim.executors.base import Executor, Workload
 from fadamgc.sim.executors.loop import LoopExecutor
@@ -86,28 +86,27 @@ class PersonalModels:
 
     def before(self, server: ServerState, state_of: Callable[[int], Any]) -> list[tuple[Tensor, Buffers]]:
         """Return each client's parameters and buffers: the server's, and its own local ones."""
-        rounds = [self._round(server, state_of(i)) for i in range(len(self.clients))]
+        opened = self.federation.open()
+        rounds = [self._round(opened, server, state_of(i)) for i in range(len(self.clients))]
         return [(round.down.x, round.buffers) for round in rounds]
 
     def after_epoch(
         self, server: ServerState, state_of: Callable[[int], Any]
     ) -> list[tuple[Tensor, Buffers]]:
         """Return each client's parameters and buffers after one local epoch of the algorithm."""
-        jobs = []
+        jobs, opened = [], self.federation.open()
         for i, data in enumerate(self.clients):
             state = state_of(i)
-            round = self._round(server, state)
+            round = self._round(opened, server, state)
             round = round._replace(algorithm=ForItself(round.algorithm))
             batches = self.settings.batches(round.t, i, data.size)
             jobs.append(Job(round, i, data, partial(_same, state), True, batches))
         results = {result.job.client: result for result in self._epochs().run(jobs)}
         return [(results[i].up.x, results[i].buffers) for i in range(len(jobs))]
 
-    def _round(self, server: ServerState, state: Any) -> Any:
-        federation = self.federation
-        round = federation.open()
+    def _round(self, round: Round, server: ServerState, state: Any) -> Round:
         down = round.algorithm.broadcast(server.server)
-        return federation.at_client(round._replace(down=down, buffers=server.buffers), state)
+        return self.federation.at_client(round._replace(down=down, buffers=server.buffers), state)
 
     def _epochs(self) -> Executor:
         if self._executor is None:

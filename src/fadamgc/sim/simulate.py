@@ -47,6 +47,7 @@ def simulate(
     clip_norm: float | None = None,
     weight_decay: float | None = None,
     local_parameters: str | Sequence[str] | None = None,
+    codec: Mapping[str, str] | str | None = None,
     cost: CostModel | None = None,
     dtype: torch.dtype | None = None,
     autocast: Literal["bf16"] | None = None,
@@ -102,6 +103,8 @@ def simulate(
             the clients: each client trains its own with the same algorithm (FedBN), and never sends them.
             "*" stands for anything, as in file names. Test data is evaluated with those of the initial
             model; see ``eval_clients`` and ``run.model_of(client)``.
+        codec: how fields of messages are sent, ``{"y": "int8", "dy": "int8"}``: "float32", "bfloat16",
+            "int8", "int4", "topk:0.01" or "means:64"; see docs/codecs.md. The bytes that are sent count.
         cost: how rounds are priced; a finished run can be priced again.
         dtype: type of model and data; None is the model's. With a 16-bit type, gradients are computed in that
             type, and x, the clients' states and all that is sent and added are float32.
@@ -158,6 +161,7 @@ def simulate(
         clip_norm=clip_norm,
         weight_decay=weight_decay,
         local_parameters=local_parameters,
+        codec=codec,
         checkpoint_every=checkpoint_every,
         dtype=dtype,
         autocast=autocast,

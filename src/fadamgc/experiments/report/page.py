@@ -19,6 +19,8 @@ from typing import Any
 
 import jinja2
 
+from fadamgc.codecs import make_codec
+from fadamgc.errors import InputError, whole
 from fadamgc.escape import printable
 from fadamgc.experiments.report.numbers import T95, Experiments, ReportedExperiment, Results, method_labels
 from fadamgc.experiments.report.plots import EARLY, MARGIN, colour, dash
@@ -46,6 +48,11 @@ SLIDERS = (  # field of the cost model, text, unit, powers of ten from, to
     ("seconds_per_step", "A local step", "s", -5, 2),
     ("latency", "Latency of a round", "s", -3, 2),
 )
+OTHER_CODECS = ("float32", "bfloat16", "int8", "int4")  # that messages can be priced with
+CODEC_CHOICES = (  # kind of a field, text, codecs
+    ("tracking", "Codec of y, dy and moments", OTHER_CODECS),
+    ("change", "Codec of dx", (*OTHER_CODECS, "topk:0.1", "topk:0.01")),
+)
 
 
 def page(title: str, experiments: Experiments) -> str:
@@ -65,6 +72,7 @@ def page(title: str, experiments: Experiments) -> str:
         scripts=[get_plotlyjs(), _file("page.js")],
         styles=styles,
         sliders=SLIDERS,
+        codec_choices=CODEC_CHOICES,
         axes=AXES,
         first_axes=FIRST_AXES,
         tuning_legend=LEGEND,
@@ -150,6 +158,7 @@ def _data(results: Results, styles: dict[str, dict[str, Any]]) -> dict[str, Any]
         {
             "label": label,
             **styles[label],
+            "messages": _messages(runs),
             "runs": [_run(run, works, list(quantities)[1:]) for run in runs],
             "ended": row.runs,
             "diverged": row.diverged,
@@ -200,6 +209,31 @@ def _run(run: Run, works: dict[Any, int], quantities: Sequence[str]) -> dict[str
         "work": work_numbers,
         "diverged": any(not math.isfinite(value) for value in metrics[-1:]),
     }
+
+
+_KINDS = {("down", 0): "model", ("up", 0): "change"}  # by part and place; other fields track, or are moments
+
+
+def _messages(runs: Sequence[Run]) -> list[dict[str, Any]] | None:
+    """Return the fields of a method's messages and their bytes, as they were sent and with other codecs.
+
+    None if the runs do not say: methods with groups, and records of earlier versions.
+    """
+    descriptions: list[Any] = [run.settings.get("messages") for run in runs]
+    if not runs or any(description != descriptions[0] for description in descriptions):
+        return None
+    fields: list[dict[str, Any]] = []
+    try:
+        for part in ("down", "up", "tracked"):
+            for number, (n, size) in enumerate(descriptions[0][part].values()):
+                kind = _KINDS.get((part, number), "tracking")
+                whole("numbers", n, 0), whole("bytes", size, 0)
+                codecs = next((codecs for known, _, codecs in CODEC_CHOICES if known == kind and n > 1), ())
+                sizes = {codec: make_codec(codec).size(n) for codec in codecs}
+                fields.append({"part": part, "kind": kind, "bytes": size, "codecs": sizes})
+    except (InputError, KeyError, TypeError, ValueError, AttributeError):
+        return None  # a damaged or a foreign record
+    return fields
 
 
 def _finite(value: float | None) -> float | None:

@@ -14,11 +14,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Annotated, Any, Literal, Self, TypeAlias, get_args
 
+import torch
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from fadamgc.algorithm import AnyAlgorithm
+from fadamgc.codecs import codec_table
 from fadamgc.errors import InputError, nearest, real, shown
 from fadamgc.federation.cost import CostModel
+from fadamgc.federation.messages import MessageCodecs
 from fadamgc.loading import untrusted
 from fadamgc.methods import algorithm_class, make_algorithm
 from fadamgc.schedules import KINDS, from_plain
@@ -66,6 +69,13 @@ def _check_groups(value: object) -> object:
     return value
 
 
+def _check_codec(value: object) -> object:
+    return None if value is None else dict(codec_table(value))
+
+
+Codec: TypeAlias = Annotated[Any, BeforeValidator(_check_codec)]  # a dict of fields and their codecs
+
+
 class RunSpec(Section):
     """The settings that all methods share; ``fadamgc.simulate`` explains them."""
 
@@ -90,6 +100,7 @@ class RunSpec(Section):
     clip_norm: Positive | None = None
     weight_decay: NonNegative | None = None
     local_parameters: str | tuple[str, ...] | None = None
+    codec: Codec = None
     dtype: Literal["float32", "float64"] = "float32"
     autocast: Literal["bf16"] | None = None
     channels_last: Annotated[bool | None, AfterValidator(lambda chosen: chosen or None)] = None
@@ -221,6 +232,7 @@ class MethodSpec(Section):
     algorithm: str
     label: Annotated[Line, Field(min_length=1)]
     tracked: Annotated[int, Field(ge=0)] | None = None  # None: as in [run]
+    codec: Codec = None  # None: as in [run]; an empty table: none
     hyperparameters: dict[str, Any] = Field(default_factory=dict)
 
     @property
@@ -304,6 +316,20 @@ class Spec(Section):
         return self
 
     @model_validator(mode="after")
+    def _check_codecs(self) -> Spec:
+        for method in self.methods:
+            if not method.known or not (codec := self.codec(method)):
+                continue
+            try:
+                MessageCodecs(codec_table(codec), method.make().at(1), 1, torch.float32)
+            except InputError as error:
+                if method.codec is not None:
+                    raise ValueError(f"[[method]] {method.label}: {error}") from None
+                remedy = f"give [[method]] {method.label} a codec of its own, or codec = {{}} for none"
+                raise ValueError(f"[run] {error}; {remedy}") from None
+        return self
+
+    @model_validator(mode="after")
     def _check_grids(self) -> Spec:
         if self.tune is None:
             return self
@@ -325,11 +351,16 @@ class Spec(Section):
         """Return how many sampled clients are tracked under a method; None is all of them."""
         return self.run.tracked if method.tracked is None else method.tracked
 
+    def codec(self, method: MethodSpec) -> dict[str, str] | None:
+        """Return the codecs of the messages of a method; None is none."""
+        codec: dict[str, str] | None = self.run.codec if method.codec is None else method.codec
+        return codec or None
+
     def replace(self, section: str, **values: Any) -> Spec:
         """Replace some values of one section, and check the spec again; None leaves a value as it is."""
         old: Section = getattr(self, section)
         table = old.model_dump(exclude_none=True) | {k: v for k, v in values.items() if v is not None}
-        return Spec.from_table({**dict(self), section: old.from_table(table, f"[{section}]")}, "")
+        return self.from_table({**dict(self), section: old.from_table(table, f"[{section}]")}, "")
 
     def only(self, names: Iterable[str]) -> Spec:
         """Keep some of the methods, named by label or algorithm."""

@@ -1,6 +1,7 @@
 "use strict";
 // Computes the page's numbers and curves from the saved runs: the work of each round (bytes and steps of its
-// clients) and the metric. Two plots per experiment show one quantity over two axes. A slider prices the same rounds for other links and devices.
+// clients) and the metric. Two plots per experiment show one quantity over two axes. A slider prices the same rounds for
+// other links and devices, and a codec prices them for messages in fewer bytes.
 
 const EXPERIMENTS = JSON.parse(document.getElementById("experiments").textContent);
 const AXES = { round: "round", minutes: "simulated minutes", bytes: "megabytes", wall: "wall clock seconds" };
@@ -9,6 +10,7 @@ const DARK = matchMedia("(prefers-color-scheme: dark)");
 
 const hidden = new Set();
 const cost = {};
+const codecs = { tracking: "", change: "" };  // by kind of a field; "": as it was run
 
 // Prices
 
@@ -33,11 +35,50 @@ function roundSeconds(works, price, groupPrice) {
   return total;
 }
 
-function price(experiment, run) {
+// Codecs
+
+function recoded() {
+  return Object.values(codecs).some((codec) => codec);
+}
+
+function savings(method) {
+  // Bytes of the messages as they were sent, and how many more they have with the chosen codecs, by part.
+  const sent = { down: 0, up: 0, tracked: 0 }, more = { down: 0, up: 0, tracked: 0 };
+  for (const field of method.messages) {
+    sent[field.part] += field.bytes;
+    const size = field.codecs[codecs[field.kind]];
+    if (size !== undefined) more[field.part] += size - field.bytes;
+  }
+  return { sent, more };
+}
+
+function withCodecs(method, exchanges) {
+  // The work of a round with the chosen codecs. Its last exchange has the messages; one before it has the gradients
+  // at the initial model.
+  if (!recoded() || !method.messages) return exchanges;
+  const { sent, more } = savings(method);
+  return exchanges.map((clients, number) => number < exchanges.length - 1 ? clients
+    : clients.map(([down, up, ...rest]) => {
+      const buffers = down - sent.down, tracked = up > sent.up + buffers;  // else up is 0: it has not answered
+      return [down + more.down, up && up + more.up + (tracked ? more.tracked : 0), ...rest];
+    }));
+}
+
+function price(experiment, run, method) {
   // Minutes up to each round.
-  const seconds = experiment.works.map((works) => roundSeconds(works, cost, experiment.groups));
+  const seconds = experiment.works.map(
+    (works) => roundSeconds(method ? withCodecs(method, works) : works, cost, experiment.groups));
   let sum = 0;
   return run.work.map((index) => (sum += seconds[index]) / 60);
+}
+
+function bytesOf(experiment, run, method) {
+  // Bytes up to each round, of all clients.
+  if (!recoded() || !method.messages) return run.bytes;
+  const bytes = experiment.works.map((works) => withCodecs(method, works).flat()
+    .reduce((sum, [down, up, , clients]) => sum + clients * (down + up), 0));
+  let sum = 0;
+  return run.work.map((index) => sum += bytes[index]);
 }
 
 function summed(values) {
@@ -49,8 +90,8 @@ function priceAsSaved(run) {
   return summed(run.seconds).map((seconds) => seconds / 60);
 }
 
-function minutesOf(experiment, run) {
-  return cost.as_saved ? priceAsSaved(run) : price(experiment, run);
+function minutesOf(experiment, run, method) {
+  return cost.as_saved ? priceAsSaved(run) : price(experiment, run, method);
 }
 
 // Numbers
@@ -91,7 +132,7 @@ function timesToTarget(experiment) {
     const times = [];
     const bySeed = new Map();  // a run that missed the target counts with all its rounds
     for (const run of method.runs) {
-      const at = firstRound(experiment, run), minutes = minutesOf(experiment, run);
+      const at = firstRound(experiment, run), minutes = minutesOf(experiment, run, method);
       if (at >= 0) times.push(minutes[at]);
       const value = at >= 0 ? minutes[at] : minutes[minutes.length - 1];
       if ((at >= 0 || !run.diverged) && Number.isFinite(value)) bySeed.set(run.seed, value);
@@ -147,18 +188,32 @@ function drawTable(experiment, place) {
   });
 }
 
+function drawMegabytes(experiment, place) {
+  const perRound = experiment.methods.map((method) => {
+    const rounds = method.runs.reduce((sum, run) => sum + run.bytes.length, 0);
+    const bytes = method.runs.reduce((sum, run) => sum + (bytesOf(experiment, run, method).at(-1) ?? 0), 0);
+    return rounds ? bytes / rounds / 1e6 : NaN;
+  });
+  const places = decimals(perRound);
+  perRound.forEach((megabytes, number) => {
+    const cell = place.querySelector(`[data-megabytes="${number}"]`);
+    if (!cell) return;
+    cell.textContent = Number.isNaN(megabytes) ? "\u2013" : shown(megabytes, places);
+  });
+}
+
 // The curves
 
-function positions(experiment, run, axis) {
-  if (axis === "minutes") return minutesOf(experiment, run);
+function positions(experiment, run, axis, method) {
+  if (axis === "minutes") return minutesOf(experiment, run, method);
   if (axis === "wall") return summed(run.wall);
-  return run.bytes.map((bytes, i) => axis === "bytes" ? bytes / 1e6 : i + 1);
+  return bytesOf(experiment, run, method).map((bytes, i) => axis === "bytes" ? bytes / 1e6 : i + 1);
 }
 
 function line(experiment, method, axis, key) {
   // Over the rounds in which all runs of the method have a value.
   const series = method.runs.map((run) => key === "metric" ? run.metric : run.more[key]);
-  const along = method.runs.map((run) => positions(experiment, run, axis));
+  const along = method.runs.map((run) => positions(experiment, run, axis, method));
   const scale = experiment.quantities[key].scale, logarithmic = scale === "logarithmic";
   const back = scale === "share" ? (v) => 100 * Math.min(v, 1) : logarithmic ? Math.exp : (v) => v;
   const x = [], middle = [], low = [], high = [], rounds = [];
@@ -276,10 +331,22 @@ function draw(number) {
   if (place.tagName === "DETAILS" && !place.open) return;
   drawPricing(EXPERIMENTS[number], place);
   drawTable(EXPERIMENTS[number], place);
+  drawMegabytes(EXPERIMENTS[number], place);
   drawCurves(EXPERIMENTS[number], place);
 }
 
+function drawNote() {
+  // Names the methods that a codec does not price.
+  const without = new Set(EXPERIMENTS.flatMap(({ methods }) => methods)
+    .filter((method) => method.runs.length && !method.messages).map((method) => method.label));
+  const note = document.getElementById("codec-note");
+  note.hidden = !recoded() || !without.size;
+  note.textContent = `${[...without].join(", ")}: priced as it was run, because the records do not have the sizes of the `
+    + "messages' fields";
+}
+
 function drawAll() {
+  drawNote();
   EXPERIMENTS.forEach((_, number) => draw(number));
 }
 
@@ -302,6 +369,10 @@ function fromSpec() {
     show(name);
   }
   document.getElementById("cost-per_round").value = cost.per_round;
+  for (const kind of Object.keys(codecs)) {
+    codecs[kind] = "";
+    document.getElementById(`codec-${kind}`).value = "";
+  }
 }
 
 function changed() {
@@ -324,6 +395,12 @@ function start() {
     cost.per_round = event.target.value;
     changed();
   });
+  for (const kind of Object.keys(codecs)) {
+    document.getElementById(`codec-${kind}`).addEventListener("change", (event) => {
+      codecs[kind] = event.target.value;
+      changed();
+    });
+  }
   document.getElementById("cost-reset").addEventListener("click", () => {
     fromSpec();
     drawAll();
