@@ -112,14 +112,14 @@ class Algorithm(ABC, Generic[ServerT, DownT, ClientT, LocalT, UpT]):
         return dataclasses.replace(self, **changes)
 
     def at(self, t: int) -> Self:
-        """Return the algorithm of round t, from 1: with numbers in the place of schedules."""
+        """Return the algorithm for round t (from 1), with every schedule replaced by its value."""
         try:
             return with_schedules(self, lambda schedule: schedule.at(t))
         except InputError as error:
             raise InputError(f"in round {t}: {error}") from None
 
     def for_rounds(self, rounds: int) -> Self:
-        """Return the algorithm for a run with that many rounds, on which some schedules depend."""
+        """Return the algorithm for a run of ``rounds`` rounds; some schedules depend on this number."""
         return with_schedules(self, lambda schedule: schedule.over(rounds))
 
     def for_model(self, shapes: Sequence[torch.Size]) -> Self:  # noqa: ARG002

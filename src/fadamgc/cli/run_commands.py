@@ -52,7 +52,7 @@ Ray = Annotated[
     ),
 ]
 RayCpus = Annotated[float, typer.Option(help="CPUs of one run on the Ray cluster.")]
-RayGpus = Annotated[float, typer.Option(help="GPUs of one run on the Ray cluster, also a part of one.")]
+RayGpus = Annotated[float, typer.Option(help="GPUs of one run on the Ray cluster, such as 1 or 0.5.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress, only the results.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Keep finished runs in the folder and run the rest.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the experiment in the folder.")]
@@ -61,7 +61,7 @@ Track = Annotated[
 ]
 SaveModels = Annotated[
     Literal["last", "best"] | None,
-    option("Keep the model of each run, of the last or the best round.", default="no models"),
+    option("Keep the model of the last or the best round of each run.", default="no models"),
 ]
 Tune = Annotated[
     bool, typer.Option("--tune", help="First choose the step sizes from the spec's grid; takes much longer.")
@@ -323,7 +323,7 @@ def _run_and_report(
         if tune:
             with runner.before(folder.plan(spec)):
                 spec = _tuned(spec, folder, runner, resume, overwrite)
-            resume, overwrite = True, False  # the experiment in the folder is now that of this command
+            resume, overwrite = True, False  # the folder now has the experiment of this command
         failures = run_spec(spec, out, resume=resume, overwrite=overwrite, tuned=tune, runner=runner)
         try:
             results = write_report(out)

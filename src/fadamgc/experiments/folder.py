@@ -54,8 +54,8 @@ class SavedExperiment:
 
     spec: Spec
     runs: dict[str, list[Run]]  # finished
-    diverged: dict[str, list[str]]  # why runs stopped whose updates were not finite
-    damaged: dict[str, list[str]]  # what is wrong with the records of other runs
+    diverged: dict[str, list[str]]  # the errors of runs that stopped at a non-finite update
+    damaged: dict[str, list[str]]  # the errors in the records of other runs
 
 
 class ExperimentFolder:
@@ -205,8 +205,8 @@ class ExperimentFolder:
     def check_resumable(self, spec: Spec, tuned: bool = False) -> None:
         """Refuse to resume an experiment of other settings: its finished runs would be lost.
 
-        Seeds and methods may be added; cost, target and title may change, since they change no run. With
-        ``tuned``, step sizes may differ.
+        Seeds and methods may be added; cost, target and title may change, because runs do not depend on
+        them. With ``tuned``, step sizes may differ.
         """
         if not self.has_spec:
             return
@@ -240,7 +240,7 @@ def _settings(spec: Spec, free: set[str], labels: list[str], tuned: bool) -> dic
 
 
 def _task_settings(task: TaskSpec) -> dict[str, Any]:
-    """List the settings of a task; how the metric of a function's task is called is not one."""
+    """List the settings of a task, without the metric's name if a function makes the task."""
     return task.model_dump(exclude={"measure"} if isinstance(task, FunctionTask) else set())
 
 
@@ -261,7 +261,7 @@ def _differences(a: dict[str, Any], b: dict[str, Any]) -> list[tuple[str, Any, A
 
 
 def _distinct(methods: list[MethodSpec]) -> list[MethodSpec]:
-    """Add to the labels of different methods that have the same label the settings in which they differ."""
+    """Make equal labels of different methods distinct: add the settings in which the methods differ."""
     shared = ("algorithm", *PER_METHOD)
     settings = [{key: getattr(m, key) for key in shared} | m.hyperparameters for m in methods]
     result = []

@@ -20,10 +20,10 @@ from fadamgc.toml import frozen
 
 # In the folder of a run.
 RECORDS = ("run.json", "run.json.gz")  # the record of a finished run, plain or compressed
-DIVERGED_RECORD = "diverged.json"  # why a run stopped whose update was not finite
+DIVERGED_RECORD = "diverged.json"  # the error of a run that stopped at a non-finite update
 MODEL = "model.safetensors"  # the trained model, if it was asked for
-ADAPTER = "adapter"  # of a run on texts, in peft's format
-CHECKPOINT = "checkpoint"  # while the run is not finished
+ADAPTER = "adapter"  # adapters of a run on texts, in peft's format
+CHECKPOINT = "checkpoint"  # exists while the run is not finished
 
 IDENTITY = "job"  # in the settings of a saved run: its identity; absent from runs of other programs
 REPORT = "report"  # in the settings of a saved run: how reports name it and what it measures
@@ -40,7 +40,7 @@ class PlannedRun:
     algorithm: AnyAlgorithm | None  # so that a worker process needs no registry; None: cannot be run
     seed: int
     folder: Path
-    validation: float = 0.0  # above 0: evaluated on held-out train data
+    validation: float = 0.0  # share of the train data to evaluate on; 0: evaluate on the test data
     detail: str = ""  # distinguishes runs of the same method and seed in messages
     save_model: Literal["last", "best"] | None = None  # which model the run leaves in its folder
 
@@ -85,7 +85,7 @@ class PlannedRun:
         return ", ".join(filter(None, (self.method.label, self.detail, f"seed {self.seed}")))
 
     def identity(self) -> dict[str, Any]:
-        """Everything that determines the run, as plain data; without a deadline, the cost only prices it."""
+        """Everything that determines the run, as plain data; the cost only if there is a deadline."""
         return {
             "task": as_json(self.task.model_dump()),
             "run": as_json(self.run.model_dump(exclude={"seeds", "target", "device"}))
@@ -110,7 +110,7 @@ class PlannedRun:
             return None
         run = read_run(self.folder)
         identity = run.settings.get(IDENTITY)
-        if identity is None:  # of another program
+        if identity is None:  # a run of another program
             identity = PlannedRun.of_saved(run, self.folder).identity()
         return run if self._is_identity(identity) else None
 
@@ -146,7 +146,7 @@ class PlannedRun:
 
 
 def _measure(run: Run) -> str:
-    """Return the name of a run's metric, as far as its records say it."""
+    """Return the name of a run's metric; "metric" if its records do not have the name."""
     last = next((r for r in reversed(run.history) if r.test_metric is not None), None)
     named = [] if last is None else [name for name in last.metrics if not name.startswith(BY_CLIENT)]
     if named:
@@ -161,7 +161,7 @@ def _essential(identity: Any) -> Any:
         values = {key: value for key, value in method["hyperparameters"].items() if value is not None}
         settings = {key: value for key, value in run.items() if value != defaults.get(key)}
         task = identity["task"]
-        if ":" in task["data"]:  # a function, of whose metric this is only the name
+        if ":" in task["data"]:  # a function: ``measure`` only names its metric
             task = {key: value for key, value in task.items() if key != "measure"}
         return identity | {
             "task": task,

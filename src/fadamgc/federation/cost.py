@@ -125,8 +125,8 @@ class CostModel:
         seconds_per_step: time of one local gradient step.
         latency: additional seconds per round.
         per_round: "mean" or "slowest".
-        group_down_mbps: link speed from the server to a group, for algorithms with groups; there, the first
-            two are the links between a group and its clients.
+        group_down_mbps: link speed from the server to a group, for algorithms with groups; there,
+            ``down_mbps`` and ``up_mbps`` are the links between a group and its clients.
         group_up_mbps: link speed from a group to the server.
 
     The first four may be one number, or one for each client of the task.

@@ -127,9 +127,10 @@ class Run:
     def evaluate_clients(self) -> NDArray[np.float64]:
         """Return the metric of the trained model on the test data of each client.
 
-        It is nan for a client without test data. If no client has any, it is that on what they train on.
+        The value is nan for a client without test data. If no client has test data, the values are those on
+        the clients' training data.
 
-        With ``local_parameters``, each client's model has its own.
+        With ``local_parameters``, each client is evaluated with its own local parameters.
         """
         if self.task is None:
             raise FadamgcError("this run was loaded without its task; use load_run(path, task=...)")
@@ -254,7 +255,7 @@ def described(run: Run) -> dict[str, Any]:
 
 
 def best_of(body: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Best | None:
-    """Return the best round in a bundle, with its model if it has one; None if it has neither."""
+    """Return the best round in a bundle, with its model if that is saved; None if there is no best round."""
     if "best" not in body:
         return None
     prefix = "best.buffer."
@@ -342,7 +343,7 @@ MALFORMED = (FadamgcError, TypeError, ValueError, AttributeError, IndexError, Ov
 
 @contextmanager
 def sound(folder: Path, name: str | None = None) -> Iterator[None]:
-    """Refuse content whose digest is right but which no run has written."""
+    """Refuse content that no run can have written, although its digest is right."""
     where = folder if name is None else folder / f"{name}.json"
     try:
         yield

@@ -1,4 +1,4 @@
-"""All randomness of a run, addressed and not consumed.
+"""All random numbers of a run: each depends on its address, not on the numbers drawn before.
 
 The clients of round t are a function of (seed, t); a client's batches are a function of (seed, t, client). So
 nothing depends on the order of execution, on the number of workers, or on whether the run was interrupted.
@@ -64,7 +64,7 @@ def draw_steps(seed: int, t: int, coin: float) -> int:
 
 
 def draw_silent(seed: int, t: int, clients: Sequence[int], probability: float) -> tuple[int, ...]:
-    """Draw who of the sampled clients does not answer in round t.
+    """Draw the sampled clients that do not answer in round t.
 
     >>> draw_silent(seed=0, t=1, clients=(0, 1, 2), probability=0.0)
     ()

@@ -55,7 +55,7 @@ class Federation:
 
     Attributes:
         method: the algorithm as it was given, whose numbers may be schedules.
-        scheduled: the same; with local parameters, the algorithm that keeps them at the clients.
+        scheduled: ``method``; with local parameters, a wrapper of it that keeps them at the clients.
         t: number of the last round that was committed.
         state: the server's state and the buffers; ``state.server`` is None as long as the run waits for the
             clients' gradients at the initial model (``begin_with``).
@@ -249,7 +249,7 @@ class Federation:
 
         ``steps`` has the work of each sampled client, and ``seconds`` is how long the round took here.
         ``dropped`` are the clients whose updates were not finite, and ``absent`` those that did not answer
-        in time; the bytes of ``silent`` ones do not count.
+        in time; ``silent`` clients have sent no bytes.
         ``work`` is the work of a round that had several exchanges, instead of ``steps``.
         """
         t = self.t + 1
@@ -275,12 +275,12 @@ class Federation:
         )
 
     def commit(self, state: ServerState, record: Record) -> None:
-        """End the round: from now on it counts."""
+        """End the round: store the new state and the record."""
         self.state, self.t = state, record.round
         self.history.append(record)
 
     def late(self, draw: Draw, steps: Sequence[int]) -> tuple[int, ...]:
-        """Return who of the drawn clients would answer after the deadline."""
+        """Return the drawn clients that would answer after the deadline."""
         if self.settings.deadline is None:
             return ()
         seconds = self.cost.seconds_of_each(self.traffic.work(draw, steps))

@@ -37,7 +37,7 @@ NOT_IDENTITY = (
     "eval_clients",
     "checkpoint_every",
     "dtype",
-)  # dtype: the identity has the model's
+)  # dtype: the identity has the dtype of the model instead
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Settings:
     Attributes:
         rounds: global rounds.
         sampled: clients drawn in each round; None is all.
-        tracked: how many of those send tracking updates; None is all of them.
+        tracked: number of sampled clients that send tracking updates; None is all sampled clients.
         local_steps: local steps K per client and round: one number, one per client, or a function of the
             client and the round.
         local_epochs: passes over the client's data, instead of ``local_steps``; K then differs per client.
@@ -116,7 +116,7 @@ class Settings:
         """
         draws = None if schedule is None else _draws(schedule)
         if rounds is None and draws is None:
-            raise InputError("rounds=None; say how many rounds to run")
+            raise InputError("rounds=None; give the number of rounds to run")
         if "weights" in others and not isinstance(others["weights"], str):
             others["weights"] = _weights(others["weights"])
         if others.get("local_parameters") is not None:
@@ -362,12 +362,12 @@ class Settings:
         return {self._all_steps(0, int(samples), 1) for samples in np.unique(np.asarray(sizes))}
 
     def silent(self, t: int, sampled: Sequence[int]) -> tuple[int, ...]:
-        """Return who of the sampled clients does not answer in round t."""
+        """Return the sampled clients that do not answer in round t."""
         return draw_silent(self.seed, t, sampled, self.dropout) if self.dropout else ()
 
     @property
     def gradients(self) -> GradientOptions:
-        """What happens to every local gradient."""
+        """The clipping and the weight decay of every local gradient."""
         return GradientOptions(self.clip_norm, self.weight_decay or None)
 
     @property

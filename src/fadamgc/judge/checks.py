@@ -97,7 +97,7 @@ def check_contract(algorithm: AnyAlgorithm) -> str:
     missing = set(algorithm.tracked_only) - set(states.up._fields)
     assert not missing, f"tracked_only names {sorted(missing)}, which the client's message does not have"
     plain = json.loads(json.dumps(as_json(algorithm.plain())))
-    assert type(algorithm).make(**plain) == algorithm, "make(**plain()) is another algorithm"
+    assert type(algorithm).make(**plain) == algorithm, "make(**plain()) does not equal the algorithm"
     for dtype in (torch.float32, torch.float64):
         walk(algorithm, dtype)
     return f"{len(algorithm.setting_names())} hyperparameters"
@@ -183,14 +183,14 @@ def check_resume(algorithm: AnyAlgorithm) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for rounds in (2, ROUNDS):
             run = _simulate(algorithm, task, rounds=rounds, checkpoint=Path(folder) / "c", resume=True)
-            _simulate(algorithm, task, rounds=3, seed=SEED + 1)  # leaves its own traces, if a method has any
+            _simulate(algorithm, task, rounds=3, seed=SEED + 1)  # would disturb hidden state of a method
         for a, b in zip([run.server, *run.clients], [whole.server, *whole.clients], strict=True):
             for p, q in zip(leaves(a), leaves(b), strict=True):
                 assert torch.equal(p, q), "a resumed run differs from one without a stop"
 
 
 def check_bytes(algorithm: AnyAlgorithm) -> str:
-    """Check that messages have the bytes that are counted, and that untracked clients send what they may."""
+    """Check that messages have the counted bytes, and that untracked clients send no ``tracked_only``."""
     x = torch.linspace(1, 2, 5)
     states = example(algorithm, x)
     _, up = algorithm.finish(states.down, states.client, states.local, x + 1, 3, False)

@@ -104,7 +104,7 @@ def check_flag(name: str, value: object) -> None:
 
 
 class Engine:
-    """A simulation between rounds, and how it gets from one round to the next."""
+    """The state of a simulation between rounds, and the methods that run the next round."""
 
     def __init__(
         self, algorithm: AnyAlgorithm, task: Task, settings: Settings, options: Options, resources: Resources
@@ -124,11 +124,11 @@ class Engine:
         self.checkpoint = None if options.checkpoint is None else Checkpoint(Path(options.checkpoint))
         self._saved_round = -1
         self.best: Best | None = None
-        self._draw, self._steps = Draw((), ()), list[int]()  # of the round that is under way
-        self._silent: tuple[int, ...] = ()  # of the round that is under way: who does not answer
-        self._absent: tuple[int, ...] = ()  # the same, and who is late
+        self._draw, self._steps = Draw((), ()), list[int]()  # of the current round
+        self._silent: tuple[int, ...] = ()  # clients that do not answer in the current round
+        self._absent: tuple[int, ...] = ()  # the silent clients, and the clients that miss the deadline
         self._staged: dict[int, Any] = {}  # the clients' new states, until the end of the round
-        self._group_rounds: GroupRounds | None = None  # of the round that is under way
+        self._group_rounds: GroupRounds | None = None  # of the current round
         self._personal: PersonalModels | None = None  # to evaluate single clients
         try:
             self._open(resources)
@@ -150,7 +150,7 @@ class Engine:
                 executor = before  # another executor might differ in the last bit
             elif executor == "ray" or isinstance(executor, Ray):
                 executor = _same_inner(executor, before)
-            compiled = saved.settings.get("compiled")  # and so might other code
+            compiled = saved.settings.get("compiled")  # other compiled code might differ as well
         else:
             self.clients = self._client_states(self.algorithm.init_client(self.functions.x0))
             if self.algorithm.init_gradient:
@@ -159,7 +159,7 @@ class Engine:
         self.executor = resources.executor(executor, self.workload, compiled)
         if self.settings.eval_clients:
             self._personal = PersonalModels(self.federation, self.data, self.executor)
-        if callable(self.federation.task.metric):  # a metric that fails should fail now
+        if callable(self.federation.task.metric):  # a failing metric should fail before the first round
             server, buffers = self.federation.state
             self.functions.evaluate(server.x, buffers, self.settings.seed, 0)
 
@@ -279,9 +279,9 @@ class Engine:
         return self.clients[client]
 
     def end(self, jobs: Sequence[Job], results: Iterable[Result]) -> RoundEnd | None:
-        """Take in the results of the jobs; return None if more group rounds of this round follow.
+        """Process the results of the jobs; return None if more group rounds of this round follow.
 
-        If that fails, the state is as before the round.
+        After an error, the state is as it was before the round.
         """
         try:
             conclusion = self._conclude(jobs, results)
@@ -388,8 +388,8 @@ class Engine:
     def _check_left(self, t: int, jobs: Sequence[Job], dropped: Sequence[int]) -> None:
         """Refuse to continue if no update is left and more than half of all clients have been dropped.
 
-        Clients count that were dropped since the last round with a finite update. If they are that many, the
-        model has diverged, and not a single client.
+        Only clients that were dropped since the last round with a finite update count. If they are more than
+        half of all clients, the model has diverged, not just a single client.
         """
         if len(dropped) < len(jobs) or not jobs:
             return
@@ -448,7 +448,7 @@ def _in_order(results: Iterable[Result], jobs: Sequence[Job]) -> Iterator[Result
 
 
 def _is_finite(result: Result) -> bool:
-    """Whether all that a client keeps and sends is finite."""
+    """Whether a client's new state, its message and its buffers are finite."""
     unchecked = [] if result.finite else [*leaves(result.up), *leaves(result.state)]
     tensors = [*unchecked, *result.buffers.values()]
     if tensors and tensors[0].device.type != "cpu":  # wait for the device once, not for every tensor
@@ -463,7 +463,7 @@ def _same(value: Any) -> Any:
 
 
 def _same_inner(executor: str | Ray, before: str) -> Ray:
-    """Let actors use the executor that the run had before, unless another one is asked for."""
+    """Let actors use the executor of the saved run, unless ``executor`` names another one."""
     ray = executor if isinstance(executor, Ray) else Ray()
     return replace(ray, inner=before) if ray.inner == "auto" and before in INNER else ray
 

@@ -123,7 +123,7 @@ def _check_folders(runs: list[dict[str, Any]]) -> None:
     owners: dict[Path, int] = {}
     for i, arguments in enumerate(runs):
         if not isinstance(arguments.get("checkpoint"), (str, os.PathLike)):
-            continue  # none, or one that simulate refuses
+            continue  # no checkpoint, or a value that simulate refuses
         first = owners.setdefault(Path(arguments["checkpoint"]).resolve(), i)
         if first != i:
             raise InputError(
@@ -135,7 +135,7 @@ def _check_folders(runs: list[dict[str, Any]]) -> None:
 def _in_processes(runs: list[dict[str, Any]], errors: str, keep: bool, count: int) -> list[Any]:
     """Distribute the runs over processes; neighbours stay together, because they are most alike.
 
-    The data of tasks is in memory once: all processes read the same shared memory. It does not come back.
+    All processes read the tasks' data from the same shared memory; the results come back without the data.
     """
     bounds = [len(runs) * w // count for w in range(count + 1)]
     try:
@@ -159,7 +159,7 @@ def _in_processes(runs: list[dict[str, Any]], errors: str, keep: bool, count: in
 def _on_ray(runs: list[dict[str, Any]], errors: str, keep: bool) -> list[Any]:
     """Distribute the runs over a Ray cluster, which starts a part again if its process dies.
 
-    The data of each task is in the memory of a node once.
+    The data of each task is in memory once per node.
     """
     if not runs:
         return []

@@ -29,7 +29,7 @@ class Trained(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ForItself(Wrapped[Any, Any, Any, Any, Trained]):
-    """The local steps of an algorithm, after which the client only says where it is."""
+    """The local steps of an algorithm, after which the client sends only its model x."""
 
     def init_server(self, x: Tensor, g: Tensor | None = None) -> Any:
         """Return the inner algorithm's state."""

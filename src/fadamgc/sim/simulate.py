@@ -69,27 +69,28 @@ def simulate(
         task: the task.
         rounds: global rounds; None is the length of the schedule.
         sampled: clients drawn in each round; None is all.
-        tracked: how many of those send tracking updates; None is all of them.
+        tracked: number of sampled clients that send tracking updates; None is all sampled clients.
         local_steps: local steps K of every client in a round (default 10 unless ``local_epochs``); also one
             number per client, or a function ``local_steps(client, round)``.
         batch_size: samples in a mini-batch; None is a client's whole data in every step.
         seed: seed of everything random; the same seed gives the same result, bit for bit.
-        local_epochs: passes over the client's data, instead of ``local_steps``; K then differs.
+        local_epochs: passes over the client's data, instead of ``local_steps``; K then differs per client.
         schedule: who takes part, ``[([sampled ids], [tracked ids]), ...]``, instead of a draw.
         weights: "uniform", "size" (a client counts as its share of the data), or one number per client.
             A weighted run minimises the weighted mean of the clients' losses, and y is the weighted
             mean of the y_i.
         eval_every: rounds between two evaluations; the last round is always evaluated.
-        eval_clients: whether each evaluation also has the metric on every client's data (its test data, if
-            the task has them; clients without test data then do not count): "clients: mean", "clients: worst
-            tenth", "clients: spread" and "clients: not yet seen" in ``record.metrics``. "epoch": also that of
-            each client's model after one more local epoch ("clients: mean after an epoch" and so on), which
-            costs an epoch of all clients.
+        eval_clients: whether each evaluation also computes the metric on every client's data: on its test
+            data if the task has ``client_tests`` (clients without test data are skipped), else on its
+            training data. ``record.metrics`` then has "clients: mean", "clients: worst tenth",
+            "clients: spread" and "clients: not yet seen". "epoch" adds the metric of each client's model
+            after one more local epoch ("clients: mean after an epoch" and so on), which costs an epoch of
+            all clients.
         target: stop as soon as the metric reaches this value.
         on_nonfinite: "error", or "drop" to skip a client whose update is not finite; its state does not
             change and the record names it. In both cases a NonFiniteError ends the run if the server's
-            state is not finite; with "drop" also if more than half of all clients were dropped and none
-            was left.
+            state is not finite; with "drop" also if no update is left and more than half of all
+            clients were dropped.
         groups: for algorithms with groups such as ``fadamgc.MTGC``: the clients of each group,
             ``[[0, 1], [2, 3]]``, or a number of groups of equal size; None is one group.
         group_rounds: group rounds in a global round, each with ``local_steps`` steps (default 1).
@@ -100,14 +101,14 @@ def simulate(
         clip_norm: largest norm of a local gradient; longer ones are scaled down to it.
         weight_decay: weight of an L2 penalty, whose gradient is added to every local gradient after clipping.
         local_parameters: names of layers or parameters, or classes of layers ("BatchNorm2d"), that stay at
-            the clients: each client trains its own with the same algorithm (FedBN), and never sends them.
-            "*" stands for anything, as in file names. Test data is evaluated with those of the initial
-            model; see ``eval_clients`` and ``run.model_of(client)``.
+            the clients: each client trains its own copy with the same algorithm (FedBN), and never sends it.
+            "*" matches anything, as in file names. The test data is evaluated with the local parameters of
+            the initial model; see ``eval_clients`` and ``run.model_of(client)``.
         codec: how fields of messages are sent, ``{"y": "int8", "dy": "int8"}``: "float32", "bfloat16",
             "int8", "int4", "topk:0.01" or "means:64"; see docs/codecs.md. The bytes that are sent count.
         cost: how rounds are priced; a finished run can be priced again.
         dtype: type of model and data; None is the model's. With a 16-bit type, gradients are computed in that
-            type, and x, the clients' states and all that is sent and added are float32.
+            type, and x, the clients' states, messages and sums are float32.
         autocast: "bf16": the operations of the model that allow it run in bfloat16, with the model, gradients
             and losses in float32.
         channels_last: whether images and kernels of convolutions have their channels last, which is faster

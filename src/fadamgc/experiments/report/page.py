@@ -41,7 +41,7 @@ from fadamgc.tasks.sections import CustomTask
 
 AXES = {"round": "rounds", "minutes": "simulated minutes", "bytes": "megabytes", "wall": "wall clock seconds"}
 FIRST_AXES = ("round", "minutes")  # of the two plots of an experiment
-MOST_NAMED = 12  # named numbers of a metric that can be drawn; first those over clients
+MOST_NAMED = 12  # limit for the named numbers of a metric that can be drawn; numbers over clients come first
 SLIDERS = (  # field of the cost model, text, unit, powers of ten from, to
     ("down_mbps", "Link to the clients", "Mbps", -3, 4),
     ("up_mbps", "Link to the server", "Mbps", -3, 4),
@@ -189,7 +189,7 @@ def _data(results: Results, styles: dict[str, dict[str, Any]]) -> dict[str, Any]
 
 
 def _run(run: Run, works: dict[Any, int], quantities: Sequence[str]) -> dict[str, Any]:
-    """Return the rounds of a run; equal rounds share a number in ``works``."""
+    """Return the rounds of a run; rounds with equal work share one entry of ``works``."""
     work_numbers = []
     metrics = [record.test_metric for record in run.history if record.test_metric is not None]
     for record in run.history:
@@ -252,5 +252,5 @@ def _recorded(record: Record, key: str) -> float | None:
 
 
 def _slider_start(value: PerClient) -> float:
-    """Return where a slider starts: at the median where clients differ."""
+    """Return the first value of a slider: the median if clients have different values."""
     return min(float(median(value) if isinstance(value, tuple) else value), 1e12)

@@ -82,7 +82,7 @@ class RunSpec(Section):
     rounds: Count
     sampled: Count | None = None
     tracked: Annotated[int, Field(ge=0)] | None = None
-    local_steps: Count | tuple[Count, ...] | Reference | None = None  # a function of client and round
+    local_steps: Count | tuple[Count, ...] | Reference | None = None  # or a function of client and round
     local_epochs: Count | None = None
     batch_size: Count | None = None
     seeds: Seeds = (0, 1, 2, 3)
@@ -193,7 +193,7 @@ class TuneSpec(Section):
         return self
 
     def for_methods(self, methods: Sequence[MethodSpec]) -> Self:
-        """Return the section without the grids that none of these methods has."""
+        """Return the section without the grids that apply to none of these methods."""
         labels = {name for method in methods for name in (method.label, method.algorithm)}
         settings = {name for method in methods for name in method.setting_names()}
         grids = {name: grid for name, grid in self.grids.items() if name.partition(".")[0] in settings}
@@ -201,12 +201,12 @@ class TuneSpec(Section):
         return self.model_copy(update={"grids": grids, "methods": of_methods})
 
     def names(self) -> set[str]:
-        """Return the names of all hyperparameters that are chosen; of a rule's, the name of the rule."""
+        """Return the names of all tuned hyperparameters; for a number of a rule, the name of the rule."""
         names = {*STEPS, *self.grids, *(name for grid in self.methods.values() for name in grid)}
         return {name.partition(".")[0] for name in names}
 
     def grid_of(self, method: MethodSpec) -> dict[str, tuple[Any, ...]]:
-        """Return the values to try for a method: of those hyperparameters that it has."""
+        """Return the values to try for each tuned hyperparameter that the method has."""
         common = {"eta_l": self.eta_l, "eta_g": self.eta_g, **self.grids}
         names = method.setting_names()
         grid = {name: values for name, values in common.items() if values and name.partition(".")[0] in names}
@@ -262,7 +262,7 @@ class MethodSpec(Section):
         return getattr(self.make(), name, None)
 
     def with_(self, **hyperparameters: Any) -> MethodSpec:
-        """Replace some hyperparameters; of a schedule, its value. A dot leads into a table: local.beta1."""
+        """Replace hyperparameters, or the value of a schedule; ``local.beta1`` is beta1 in table local."""
         values = self.hyperparameters
         for name, value in hyperparameters.items():
             values = _with_value(values, name, value)

@@ -125,7 +125,7 @@ def _completed(task: TaskSpec) -> TaskSpec:
 
 
 def _method(table: dict[str, Any], number: int, custom: bool) -> MethodSpec:
-    """Make a [[method]]; its algorithm may be unknown if it is ``custom``, of another program."""
+    """Make a [[method]]; with ``custom``, for other programs, its algorithm may be unknown."""
     place = f"[[method]] {number}"
     if "algorithm" not in table:
         raise InputError(f"{place} needs the key 'algorithm'")
