@@ -67,6 +67,7 @@ def test_digits_from_a_damaged_cache_are_the_digits(cache_folder):
         assert file.read_bytes() == data
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["x", "y"])
 def test_images_from_a_damaged_cache_are_the_images(cache_folder, tmp_path, kind):
     sets.cifar10(tmp_path / "data")

@@ -47,7 +47,10 @@ EQUAL = {
 
 @pytest.mark.parametrize(
     ("name", "executor"),
-    [(name, executor) for name in EQUAL for executor in ("loop", "vectorized", "threads")],
+    [
+        *((name, "loop") for name in EQUAL),
+        *(pytest.param(n, e, marks=pytest.mark.slow) for n in EQUAL for e in ("vectorized", "threads")),
+    ],
 )
 def test_compositions_are_the_literal_methods_to_the_bit(name, executor):
     literal, composed = EQUAL[name]

@@ -157,6 +157,7 @@ class Shown(LocalRule):
         return g.sign() * g.abs() ** float(self.power), moments
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rules", [powers(), [Shown(), Shown(power="0.3")]], ids=["classes", "fields"])
 def test_rules_that_look_alike_are_not_mixed_up(rules: list[Any]) -> None:
     assert repr(rules[0]) == repr(rules[1])

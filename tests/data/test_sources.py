@@ -341,6 +341,7 @@ def test_a_subset_is_even_over_the_classes_and_the_same_for_every_seed(folders):
     assert label_counts(spec, 0).counts.sum() == 30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["mlp", "cnn", "resnet8", "resnet18"])
 @pytest.mark.parametrize("augment", ["none", "crop-flip"])
 def test_every_model_can_be_trained_on_images(folders, model, augment):

@@ -15,6 +15,8 @@ from fadamgc.experiments.run.runner import run_spec
 from fadamgc.experiments.spec.toml_io import parse_spec
 from page_script import drawn
 
+pytestmark = pytest.mark.slow
+
 SPEC = """
 name = "lean"
 [task]

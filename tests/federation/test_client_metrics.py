@@ -111,6 +111,7 @@ def test_a_resumed_run_may_evaluate_clients(tmp_path) -> None:
     assert resumed.history == whole.history
 
 
+@pytest.mark.slow
 def test_tables_and_page_have_all_metrics(tmp_path) -> None:
     runs = fadamgc.simulate_many(
         [{"algorithm": fadamgc.FedAvg(), "seed": seed} for seed in (0, 1)],

@@ -168,6 +168,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", MISTAKES)
 def test_a_mistake_is_named(cls):
     name, message = MISTAKES[cls]
