@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 from typer.testing import CliRunner
 
@@ -16,9 +17,10 @@ import tiny
 from fadamgc.cli.main import app
 from fadamgc.data import own_texts, texts
 from fadamgc.errors import InputError
+from fadamgc.experiments.folder import ExperimentFolder
 from fadamgc.experiments.predict import predict
 from fadamgc.experiments.report.numbers import read_results
-from fadamgc.experiments.run.runner import run_spec
+from fadamgc.experiments.run.runner import Runner, run_spec
 from fadamgc.experiments.spec.toml_io import parse_spec
 from fadamgc.paper.study import load_study
 from fadamgc.tasks.build import build_task, label_counts
@@ -500,7 +502,9 @@ def test_a_run_saves_an_adapter_that_peft_can_read(bases, folders, tmp_path, kin
 
     sets.texts(folders, "glue/sst2")
     spec = parse_spec(SPEC.format(data="glue/sst2", base=bases[kind], more=more), "here")
-    run_spec(spec, tmp_path / "out", workers=1, quiet=True)
+    runner = Runner(workers=1, quiet=True, save_models="last")
+    runner.check(ExperimentFolder(tmp_path / "out").plan(spec))
+    run_spec(spec, tmp_path / "out", runner=runner)
     (folder,) = (tmp_path / "out" / "runs").iterdir()
     assert {path.name for path in (folder / "adapter").iterdir()} >= {
         "adapter_config.json",
@@ -512,18 +516,16 @@ def test_a_run_saves_an_adapter_that_peft_can_read(bases, folders, tmp_path, kin
     base.config.pad_token_id = tokenizer.pad_token_id
     net = PeftModel.from_pretrained(base, str(folder / "adapter")).eval()
     task = build_task(spec.task, 0)
-    run = fadamgc.simulate(
-        fadamgc.FAdamGC(eta_l=0.05), task, rounds=2, local_epochs=1, batch_size=8, progress=False
-    )
     with torch.no_grad():
         alone = torch.softmax(net(**tokenizer("a lovely film", return_tensors="pt")).logits[0], 0)
     shares = predict(folder, "a lovely film")
     assert list(shares) in (["negative", "positive"], ["positive", "negative"])
     torch.testing.assert_close(torch.tensor([shares["negative"], shares["positive"]]), alone)
-    trained = dict(run.model.named_parameters())
+    trained, first = load_file(folder / "model.safetensors"), dict(task.model.named_parameters())
     saved = dict(net.named_parameters())
     for name in TaskFunctions(task).flat.names:
-        torch.testing.assert_close(trained[name], saved[name.removeprefix("net.")], rtol=1e-3, atol=1e-5)
+        assert torch.equal(trained[name], saved[name.removeprefix("net.")])
+        assert not torch.equal(trained[name], first[name])
 
     shown = CliRunner().invoke(app, ["predict", str(folder), "a lovely film"])
     assert shown.exit_code == 0, shown.output
