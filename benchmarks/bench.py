@@ -119,7 +119,7 @@ def write(results: Results, out: Path) -> None:
 
 
 def saved(new: Results, path: Path, groups: bool) -> Results:
-    """Return the results in a file, to which parts are added; the new ones if there is no file.
+    """Return the saved results of a file, to which new parts are added; the new results without a file.
 
     Small and full measurements are not mixed, nor are groups of two machines, because the table compares
     them. Extras may be of another machine; the table then says which.

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from fadamgc.errors import InputError, nearest, not_accepted, shown
+from fadamgc.toml import flat
 
 
 @dataclass(frozen=True)
@@ -281,22 +282,13 @@ def codec_table(value: object) -> CodecTable:
     >>> codec_table("y=int8, dx=topk")
     (('dx', 'topk:0.01'), ('y', 'int8'))
     """
-    pairs = list(_flat(value)) if isinstance(value, Mapping) else _pairs(value)
+    pairs = list(flat(value)) if isinstance(value, Mapping) else _pairs(value)
     table: dict[str, str] = {}
     for field, codec in pairs:
         if field in table:
             raise InputError(f"codec for {field} is given twice, as {table[field]!r} and {codec!r}")
         table[field] = str(make_codec(codec, field))
     return tuple(sorted(table.items()))
-
-
-def _flat(table: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the fields and codecs of a dict; the dicts in it belong to nested messages."""
-    for key, value in table.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _pairs(value: Any) -> list[tuple[str, Any]]:

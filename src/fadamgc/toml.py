@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fadamgc.errors import InputError, cut, shown
@@ -39,6 +39,19 @@ def frozen(value: Any, place: str = "", depth: int = 0) -> Any:
         number = f"{cut(place, 100)}={shown(value)}"
         raise InputError(f"{number} is not accepted; integers go from -2^63 to 2^63 - 1")
     return value
+
+
+def flat(table: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the keys and values of nested tables; dots join the keys.
+
+    >>> dict(flat({"seed": 0, "data": {"alpha": 0.1}}))
+    {'seed': 0, 'data.alpha': 0.1}
+    """
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def toml_table(header: str, values: Mapping[str, Any]) -> str:

@@ -13,7 +13,7 @@ from fadamgc.files import make_folder, user_folder, write_atomic
 from fadamgc.flower.client_store import check_experiment_name
 from fadamgc.flower.config import ServerOptions, config_keys
 from fadamgc.methods import algorithm_class
-from fadamgc.toml import parse_toml, toml_value
+from fadamgc.toml import flat, parse_toml, toml_value
 
 SERVERS_VARIABLE = "FADAMGC_SERVERS"  # in the ServerApp's environment: the folder of all servers' states
 COMPLETE = "complete.json"  # in a server's folder, after its last round
@@ -30,7 +30,7 @@ def read_app(app: Path) -> tuple[str, dict[str, Any]]:
         config = parse_toml(text)["tool"]["flwr"]["app"].get("config", {})
     except (KeyError, TypeError, AttributeError):
         raise InputError(f"{file} is not that of a Flower app: it has no [tool.flwr.app]") from None
-    return text, _flat(config)
+    return text, dict(flat(config))
 
 
 def parse_config(config: str) -> dict[str, Any]:
@@ -82,13 +82,6 @@ def app_with_keys(app: Path, config: Mapping[str, Any], copies: Path) -> Path:
     shutil.copytree(app, copy, ignore=skipped)
     write_atomic(copy / "pyproject.toml", changed.encode())
     return copy
-
-
-def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for key, value in table.items():
-        values |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return values
 
 
 def say_complete(server: Path, t: int, target_reached: bool) -> None:
