@@ -10,7 +10,7 @@ import torch
 import fadamgc
 from problems import class_task
 
-ROUNDS = 40
+ROUNDS = 60
 
 
 def run(checkpoint: Path | None) -> fadamgc.Run:

@@ -353,11 +353,12 @@ def test_every_model_can_be_trained_on_images(folders, model, augment):
     )
     task = build_task(spec, seed=0)
     options = {"rounds": 2, "local_steps": 3, "batch_size": 8, "progress": False}
-    one, two = (fadamgc.simulate(fadamgc.FAdamGC(), task, executor=e, **options) for e in ("loop", "threads"))
+    method = fadamgc.FAdamGC(eps=1e-3)  # a smaller eps makes a step of eta_l of a gradient that is rounding
+    one, two = (fadamgc.simulate(method, task, executor=e, **options) for e in ("loop", "threads"))
     assert torch.isfinite(one.x).all()
     if augment == "none":
         torch.testing.assert_close(two.x, one.x, rtol=1e-3, atol=1e-4)
-    again = fadamgc.simulate(fadamgc.FAdamGC(), task, executor="threads", **options)
+    again = fadamgc.simulate(method, task, executor="threads", **options)
     assert torch.equal(two.x, again.x)
 
 

@@ -108,6 +108,25 @@ def test_every_method_has_the_same_grid(tmp_path):
     assert all(job.validation == 0.25 and job.run.stop_at_target for job in jobs)
 
 
+# Beyond the ends of the grid.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("search", ["full", "halving", "race"])
+@pytest.mark.parametrize("grid", [(1e-4, 3e-4, 1e-3), (0.3, 1.0, 3.0)])
+def test_the_search_goes_on_until_no_chosen_step_size_is_at_an_end(tmp_path, grid, search):
+    spec = spec_of(QUADRATICS).replace("tune", eta_l=grid, search=search, extend=True, rounds=30)
+    tuned = tune(spec, tmp_path / "out", workers=1, quiet=True)
+    assert tuned.notes == ()
+    for method in tuned.spec.methods:
+        tried = [dict(p.values)["eta_l"] for p in tuned.points if p.label == method.label]
+        assert min(tried) < method.hyperparameters["eta_l"] < max(tried)
+    (tmp_path / "out" / "tuning.csv").unlink()
+    assert tune(spec, tmp_path / "out", workers=1, quiet=True, resume=True) == tuned
+    shut = tune(spec.replace("tune", extend=False), tmp_path / "shut", workers=1, quiet=True)
+    assert any("end of the grid" in note for note in shut.notes)
+
+
 # Any hyperparameter.
 
 OTHERS = """

@@ -137,13 +137,13 @@ def prepare(shared: Path) -> None:
     sets.cifar10(shared / "data")
     sets.har(shared / "data")
     sets.texts(shared / "data", source("glue/sst2").name)
-    from fadamgc.paper.study import SCALES, load_study, studies
+    from fadamgc.paper.study import load_study, scales_of, studies
 
     found = shared / "specs"
     found.mkdir()
     root = Path(__file__).parents[2]
     for name in studies():
-        for scale in SCALES:
+        for scale in scales_of(name):
             for i, member in enumerate(load_study(name, scale).members[:2]):
                 (found / f"{name}-{scale}-{i}.toml").write_text(member.spec.to_toml())
     blocks = re.findall(r"```toml\n(.*?)```", (root / "docs" / "specs.md").read_text(), re.DOTALL)

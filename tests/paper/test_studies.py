@@ -24,7 +24,7 @@ from fadamgc.experiments.run import execution
 from fadamgc.experiments.run.runner import open_folder, run_spec
 from fadamgc.experiments.spec.sections import TuneSpec
 from fadamgc.experiments.tune import _raced, tune
-from fadamgc.paper.study import SCALES, load_study, parse_study, studies
+from fadamgc.paper.study import load_study, parse_study, scales_of, studies
 from fadamgc.tasks.build import build_task
 from places import ROOT
 
@@ -73,9 +73,8 @@ tracked = 1
 # What they are
 
 
-@pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("name", studies())
-def test_every_study_is_complete_at_both_scales(name, scale):
+@pytest.mark.parametrize(("name", "scale"), [(n, scale) for n in studies() for scale in scales_of(n)])
+def test_every_study_is_complete_at_its_scales(name, scale):
     study = load_study(name, scale)
     for member in study.members:
         spec = member.spec
@@ -95,22 +94,22 @@ def test_every_study_is_complete_at_both_scales(name, scale):
 
 @pytest.mark.parametrize("name", studies())
 def test_every_study_names_the_executor_of_its_records(name):
-    for scale in SCALES:
+    for scale in scales_of(name):
         for member in load_study(name, scale).members:
             for_a_gpu = scale == "paper" and getattr(member.spec.task, "model", "") == "resnet18"
             assert (member.spec.run.executor == "auto") == for_a_gpu
     records = ROOT / "results" / name
     if not records.is_dir():  # the curves are those of other studies
-        assert name == "curves"
+        assert name in ("curves", "paper-steps")
         return
-    for member in load_study(name).members:
+    for member in load_study(name, scales_of(name)[0]).members:
         folder = records if (records / "runs").is_dir() else records / member.spec.name
         texts = [gzip.decompress(path.read_bytes()) for path in folder.glob("runs/*/run.json.gz")]
         used = [re.search(rb'"executor": "(\w+)", "compiled"', text)[1].decode() for text in texts]
         assert mode(used) == member.spec.run.executor  # timing chose another one for a few
 
 
-@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("scale", scales_of("curves"))
 def test_the_curves_are_those_of_the_main_studies(scale):
     for member, name in zip(
         load_study("curves", scale).members, ("main-cifar100", "main-20news"), strict=True
@@ -157,7 +156,7 @@ def test_half_of_the_sampled_clients_are_tracked_however_many_there_are():
 
 
 def test_tables_of_a_scale_override_those_of_the_study():
-    laptop, paper = (parse_study(SMALL, "here", scale) for scale in SCALES)
+    laptop, paper = (parse_study(SMALL, "here", scale) for scale in ("laptop", "paper"))
     assert [(c.name, c.value, c.spec.task.clients) for c in laptop.members] == [("four", 4, 4), ("two", 2, 2)]
     assert [c.spec.run.target for c in laptop.members] == [0.4, 0.5]
     assert [c.spec.run.rounds for c in paper.members] == [9, 9]
@@ -187,6 +186,9 @@ def test_unknown_studies_and_scales_are_refused():
         load_study("main-cifar")
     with pytest.raises(InputError, match="scale='desktop' is not accepted"):
         load_study("digits", "desktop")
+    with pytest.raises(InputError, match="study beta2: it has no scale 'desk'; give --scale laptop or paper"):
+        load_study("beta2", "desk")
+    assert load_study("digits", "desk").members == load_study("digits", "paper").members
 
 
 # That they run

@@ -88,9 +88,10 @@ def test_kill_at_random_moments_and_resume(tmp_path):
         process = subprocess.Popen(command, cwd=TESTS, stdout=subprocess.PIPE, text=True)
         try:
             assert process.stdout is not None
-            first = process.stdout.readline()  # the first round of this life is done
-            if first and int(first) < ROUNDS:
-                time.sleep(moments.uniform(0, 0.15))
+            rounds = moments.randint(1, 8)  # of this life
+            last = [process.stdout.readline() for _ in range(rounds)][-1]
+            if last and int(last) < ROUNDS:
+                time.sleep(moments.uniform(0, 0.01))
                 process.send_signal(signal.SIGKILL)
         finally:
             process.wait(timeout=60)

@@ -154,7 +154,11 @@ def run(
 def reproduce(
     name: Annotated[str, typer.Argument(help="Name of a study of the paper; `fadamgc list` shows all.")],
     scale: Annotated[
-        str, typer.Option(help="laptop: minutes on two cores; paper: the setting of the paper, for a GPU.")
+        str,
+        typer.Option(
+            help="laptop: minutes on two cores; desk: hours on two cores, nearer to the paper; "
+            "paper: the setting of the paper, for a GPU."
+        ),
     ] = "laptop",
     tune: Annotated[
         bool | None,

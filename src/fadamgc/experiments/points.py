@@ -85,6 +85,23 @@ def grid_end(value: Any, values: Sequence[Any]) -> str | None:
     return "low" if value == min(values) else "high" if value == max(values) else None
 
 
+def beyond_end(value: Any, values: Sequence[Any]) -> float | None:
+    """Return the value to try next if the chosen one is at an end of those that were tried, else None.
+
+    It is as far from the end as the end from the others, so that 1, 3, 10 goes on with 30.
+
+    >>> beyond_end(1.0, [0.1, 0.3, 1.0]), beyond_end(0.1, [0.1, 0.3, 1.0]), beyond_end(0.3, [0.1, 0.3, 1.0])
+    (3.0, 0.03, None)
+    """
+    end = grid_end(value, values)
+    if end is None or min(values) <= 0:
+        return None
+    last, *others = sorted(set(values), reverse=end == "high")
+    first, second = others[0], others[min(1, len(others) - 1)]
+    following = first * last / second if len(others) > 1 else last * last / first
+    return float(f"{following:.6g}")
+
+
 def points_table(points: Sequence[Point], best: Sequence[Point]) -> pd.DataFrame:
     """Make the table of tuning.csv, one row per point; ``chosen`` marks the best ones."""
     import pandas as pd

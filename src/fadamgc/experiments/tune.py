@@ -17,7 +17,15 @@ from fadamgc.errors import FadamgcError, InputError
 from fadamgc.escape import csv_bytes
 from fadamgc.experiments.folder import TUNED_SPEC, TUNING, TUNING_TABLE
 from fadamgc.experiments.planned_run import PlannedRun
-from fadamgc.experiments.points import Point, Values, grid_end, is_number, points_table, shown_values
+from fadamgc.experiments.points import (
+    Point,
+    Values,
+    beyond_end,
+    grid_end,
+    is_number,
+    points_table,
+    shown_values,
+)
 from fadamgc.experiments.report.numbers import mean_of
 from fadamgc.experiments.run.runner import Runner
 from fadamgc.experiments.spec.sections import MethodSpec, Spec, TuneSpec
@@ -29,6 +37,7 @@ if TYPE_CHECKING:
 
 STARTS = 4  # points of each method that Optuna draws at random before it learns from them
 ASKED = 100  # suggestions that Optuna may make until one is a point that was not tried yet
+BEYOND = 10  # values that are tried beyond an end of a grid
 AT_ONCE = 2  # points of each method that a race tries with more seeds before it ranks them again
 
 Key: TypeAlias = tuple[str, Values, int]  # label, values, rounds
@@ -72,9 +81,13 @@ def tune(
 
     - "full": all points of the grid;
     - "race": the same choice as "full", without the runs that can no longer change the choice;
-    - "halving": all points for a third of the rounds, then the best third of the points for all rounds;
+    - "halving": all points for a third of the rounds with the first seed, then the best third of the
+      points for all rounds with all seeds;
     - "random": some points of each grid, drawn at random;
     - "optuna": some points of each grid, one after the other, suggested by Optuna's TPE.
+
+    With ``extend`` the search goes on beyond the ends of the grids, until no chosen number is the smallest or
+    the largest that was tried, or the method accepts none beyond it.
 
     All methods are searched in the same way. The arguments are those of ``run_spec``.
     """
@@ -103,6 +116,8 @@ def tune(
         points = _suggested(spec, grid, try_points)
     else:
         points = try_points(grid.rounds, pairs, grid.seeds)
+    if grid.extend:
+        points = _extended(spec, grid, points, try_points)
     tuned = with_best_steps(spec, points)
     write_atomic(out / TUNING_TABLE, csv_bytes(tuned.to_pandas()))
     write_atomic(out / TUNED_SPEC, tuned.spec.to_toml().encode())
@@ -112,9 +127,9 @@ def tune(
 def _halved(grid: TuneSpec, pairs: Grids, try_points: Try) -> list[Point]:
     """Try all points for a third of the rounds, and the best third of them for all rounds."""
     short = -(-grid.rounds // 3)
-    points = try_points(short, pairs, grid.seeds)
     if short == grid.rounds:
-        return points
+        return try_points(short, pairs, grid.seeds)
+    points = try_points(short, pairs, grid.seeds[:1])
     best = {
         label: [p.values for p in _ranked(points, label)[: -(-len(of_method) // 3)]]
         for label, of_method in pairs.items()
@@ -137,6 +152,43 @@ def _raced(grid: TuneSpec, pairs: Grids, try_points: Try, least: int) -> list[Po
         if not any(contenders.values()):
             return points
         points = try_points(grid.rounds, contenders, grid.seeds[1:])
+
+
+def _extended(spec: Spec, grid: TuneSpec, points: list[Point], try_points: Try) -> list[Point]:
+    """Try numbers beyond those that were tried, until the best point of each method lies between others."""
+    for _ in range(BEYOND):
+        beyond: dict[str, list[Values]] = {}
+        for method in spec.methods:
+            best, tried = _ranked(points, method.label)[0], _tried_values(grid, method, points)
+            further = {name: beyond_end(value, tried[name]) for name, value in best.values}
+            around = [
+                tuple((key, value if key == name else old) for key, old in best.values)
+                for name, value in further.items()
+                if value is not None and best.final is not None
+            ]
+            beyond[method.label] = [values for values in around if _accepted(method, values)]
+        if not any(beyond.values()):
+            break
+        latest = {(p.label, p.values): p for p in [*points, *try_points(grid.rounds, beyond, grid.seeds)]}
+        points = list(latest.values())
+    return points
+
+
+def _accepted(method: MethodSpec, values: Values) -> bool:
+    try:
+        method.with_(**dict(values)).make()
+    except InputError:
+        return False
+    return True
+
+
+def _tried_values(grid: TuneSpec, method: MethodSpec, points: Sequence[Point]) -> dict[str, list[Any]]:
+    """Return the values in the grid of a method, and those that were tried beyond it."""
+    tried = [dict(point.values) for point in points if point.label == method.label]
+    return {
+        name: list(dict.fromkeys([*values, *(point[name] for point in tried)]))
+        for name, values in grid.grid_of(method).items()
+    }
 
 
 def _suggested(spec: Spec, grid: TuneSpec, try_points: Try) -> list[Point]:
@@ -258,7 +310,7 @@ def with_best_steps(spec: Spec, points: list[Point]) -> Tuned:
                 f"{method.label}: the best point reached the target with {best.reached} of "
                 f"{len(grid.seeds)} seeds within {grid.rounds} rounds"
             )
-        for name, values in grid.grid_of(method).items():
+        for name, values in _tried_values(grid, method, points).items():
             value = dict(best.values)[name]
             if (end := grid_end(value, values)) is not None:
                 notes.append(f"{method.label}: {name}={value:g} is at the {end} end of the grid")

@@ -1,9 +1,9 @@
-"""The paper's experiments as studies: named sets of specs, at two scales.
+"""The paper's experiments as studies: named sets of specs, at up to three scales.
 
 A study is a TOML file with the sections of a spec and, in addition,
 
-- ``[laptop.*]`` and ``[paper.*]``: the settings in which the scales differ; ``[paper.eta_l]`` and
-  ``[paper.eta_g]`` have one step size per algorithm,
+- ``[laptop.*]``, ``[desk.*]`` and ``[paper.*]``: the settings in which the scales differ; a study has the
+  scales that it has settings for. ``[paper.eta_l]`` and ``[paper.eta_g]`` have one step size per algorithm,
 - ``[[experiment]]``: the settings in which an experiment differs from the others; ``value`` is its place
   on the axis of a figure. Without these tables the study is a single experiment,
 - ``[study]``: ``axis``, the title of that axis; ``tune_on``, the experiment whose step sizes all use; and
@@ -33,8 +33,8 @@ from fadamgc.files import write_atomic
 from fadamgc.paper.theory import bounds_files
 from fadamgc.toml import parse_toml
 
-SCALES = ("laptop", "paper")
-STUDIES = PRESETS | toml_files("fadamgc.paper", "studies")  # a preset is the same at both scales
+SCALES = ("laptop", "desk", "paper")
+STUDIES = PRESETS | toml_files("fadamgc.paper", "studies")  # a preset is the same at all scales
 STUDY = "study.json"  # in the folder of a study with several experiments; each experiment has a subfolder
 # The files that ``keep`` copies in addition to the records of runs: no weights, no page.
 KEPT = (
@@ -109,11 +109,26 @@ def studies() -> tuple[str, ...]:
 
 def load_study(name: str, scale: str = "laptop") -> Study:
     """Load a study of the package."""
+    if scale not in SCALES:
+        raise not_accepted("scale", scale, "'laptop', 'desk' or 'paper'")
+    return parse_study(_text(name), f"study {name}", scale)
+
+
+def scales_of(name: str) -> tuple[str, ...]:
+    """List the scales of a study of the package."""
+    return _scales(parse_toml(_text(name)))
+
+
+def _text(name: str) -> str:
     if name not in studies():
         raise unknown("study", name, studies())
-    if scale not in SCALES:
-        raise not_accepted("scale", scale, "'laptop' or 'paper'")
-    return parse_study(STUDIES[name].read_text(encoding="utf-8"), f"study {name}", scale)
+    return STUDIES[name].read_text(encoding="utf-8")
+
+
+def _scales(tables: Mapping[str, Any]) -> tuple[str, ...]:
+    """List the scales that the tables of a study have settings for; all if they have none for any."""
+    named = {key for table in (tables, *tables.get("experiment", ())) for key in table}
+    return tuple(scale for scale in SCALES if scale in named) or SCALES
 
 
 def parse_study(text: str, source: str, scale: str) -> Study:
@@ -123,6 +138,8 @@ def parse_study(text: str, source: str, scale: str) -> Study:
 
 
 def _study(tables: dict[str, Any], scale: str) -> Study:
+    if scale not in (scales := _scales(tables)):
+        raise InputError(f"it has no scale {scale!r}; give --scale {' or '.join(scales)}")
     settings = tables.pop("study", {})
     experiments = tables.pop("experiment", [{}])
     at_scale = {name: tables.pop(name, {}) for name in SCALES}[scale]

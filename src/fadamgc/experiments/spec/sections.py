@@ -170,6 +170,7 @@ class TuneSpec(Section):
     rounds: Count
     validation: Annotated[float, Field(ge=0.01, le=0.99)] = 0.25  # fraction of the TRAIN data
     search: Literal["full", "race", "halving", "random", "optuna"] = "full"  # see ``tune``
+    extend: bool = False  # whether numbers beyond the ends of the grids are tried
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any], place: str) -> Self:
