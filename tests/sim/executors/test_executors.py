@@ -30,6 +30,7 @@ from fadamgc.federation.traits import same_model
 from fadamgc.models import cnn, resnet18
 from fadamgc.runtime import single_threads
 from fadamgc.sim.executors import ThreadsExecutor, VectorizedExecutor, auto, threads, vectorized
+from fadamgc.sim.executors import fused as fuse
 from fadamgc.sim.executors import inplace as rules
 from fadamgc.sim.executors import machine_code as native
 from fadamgc.sim.executors.machine_code import compiled
@@ -201,6 +202,39 @@ def test_a_long_run_is_compiled_and_a_resumed_one_does_as_before(tmp_path, monke
     assert not short.settings["compiled"]
     longer = simulate(fadamgc.FedAvg(), task, rounds=4, checkpoint=tmp_path / "c", resume=True)
     assert not longer.settings["compiled"]
+
+
+# Steps that torch.compile fuses, as on a GPU; here for the CPU, and up to the point where kernels are written
+
+
+@pytest.mark.slow
+def test_fused_steps_are_the_recorded_steps(monkeypatch):
+    task = class_task(sizes=(9, 20, 8, 16, 40))
+    algo = fadamgc.FAdamGC(eta_l=fadamgc.schedules.cosine(0.01, rounds=2))
+    plain = simulate(algo, task, executor=partial(VectorizedExecutor, compile=False))
+    made = []
+    monkeypatch.setattr(fuse, "DEVICES", {"cpu": "torch"})
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(vectorized, "fused", lambda *a: made.append(fuse.fused(*a)) or made[-1])
+    run = simulate(algo, task, executor=partial(VectorizedExecutor, compile=True))
+    assert (run.settings["compiled"], len(made)) == (True, 1)
+    assert made[0] is not None
+    assert torch.equal(run.x, plain.x)
+
+
+@pytest.mark.parametrize("devices", [{"cpu": "torch"}, {"cpu": "no_such_package"}])
+def test_steps_that_cannot_be_fused_run_as_they_are(monkeypatch, caplog, devices):
+    def fails(*_, **__):
+        raise RuntimeError("no room\nmore of it")
+
+    monkeypatch.setattr(fuse, "DEVICES", devices)
+    monkeypatch.setattr(torch, "compile", fails)
+    monkeypatch.setattr(vectorized, "compiler", lambda: None)
+    run = simulate(fadamgc.FAdamGC(), class_task(), executor=partial(VectorizedExecutor, compile=True))
+    plain = simulate(fadamgc.FAdamGC(), class_task(), executor=partial(VectorizedExecutor, compile=False))
+    assert torch.equal(run.x, plain.x)
+    assert run.settings["compiled"] is False
+    assert ("not compiled, which costs speed: no room" in caplog.text) == ("torch" in devices.values())
 
 
 def test_without_a_compiler_it_runs_all_the_same(monkeypatch):
@@ -491,7 +525,7 @@ def test_torch_does_not_compile_in_a_folder_that_others_made(tmp_path, monkeypat
 @needs_compiler
 def test_torch_compiles_where_the_user_says(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "mine"))
-    native._compile_in_private()
+    native.compile_in_private()
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "mine")
 
 

@@ -231,7 +231,7 @@ def _source(graph: GraphModule, arguments: Tensors, folder: str) -> list[str]:
         warnings.simplefilter("ignore")  # torch's warnings about torch
         import torch._inductor
 
-        _compile_in_private()
+        compile_in_private()
         options = OPTIONS | {"aot_inductor.output_path": folder}
         files = torch._inductor.aot_compile(graph, tuple(a.clone() for a in arguments), options=options)
     if not isinstance(files, list):
@@ -280,7 +280,7 @@ def _check(code: NativeCode, graph: GraphModule, arguments: Tensors) -> None:
             raise ValueError("the compiled step gives other results than the recorded step")
 
 
-def _compile_in_private() -> None:
+def compile_in_private() -> None:
     """Let torch compile in the code folder, unless the user has named another one.
 
     torch compiles small programs to learn what the processor can do, and loads them. Its default folder is

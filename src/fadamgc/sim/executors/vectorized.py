@@ -37,6 +37,7 @@ from fadamgc.sim.executors.block import (
     check_rules,
     padded_width,
 )
+from fadamgc.sim.executors.fused import can_fuse, fused
 from fadamgc.sim.executors.loop import run_job
 from fadamgc.sim.executors.machine_code import NativeCode, compiled, compiler
 from fadamgc.sim.executors.trace import Kind, Kinds, flat_function, record
@@ -80,34 +81,34 @@ class VectorizedExecutor:
         check_batchable(functions)
         check_rules(workload.algorithm)
         self.samplewise = is_samplewise(functions, workload.clients)
+        self._fuses = can_fuse(functions.device)  # instead of code that runs all steps without Python
         if compile is None:
             compile = workload.rounds * workload.steps >= LONG_RUN and self.compiling_may_pay
         elif compile == "kept":
-            compile = "kept" if self.compiling_may_pay else False
+            compile = "kept" if self.compiling_may_pay and not self._fuses else False
         self._kinds, self._kept_only = Kinds(), compile == "kept"
         varies = bool(compile) and self._kinds.changes(workload.algorithm, workload.varying)
-        self.compiled = (
-            bool(compile) and not varies and compiler() is not None
-        )  # whether steps are machine code
+        on_cpu = functions.device.type == "cpu"
+        can_compile = self._fuses or (on_cpu and compiler() is not None)
+        self.compiled = bool(compile) and not varies and can_compile  # whether steps are machine code
         self._has_slow_blocks = has_slow_blocks(functions.module)
         self._graphs: dict[Any, Any] = {}
         self._part_sizes: set[int] = set()  # sizes of parts for which there is compiled code
 
     @property
     def threads(self) -> int:
-        """The number of threads, which only compiled code uses."""
-        return torch.get_num_threads() if self.compiled else 1
+        """The number of threads, which only compiled code of the CPU uses."""
+        return torch.get_num_threads() if self.compiled and not self._fuses else 1
 
     @property
     def _single(self) -> bool:
         """Whether a part is one client."""
-        return self.compiled and self._has_slow_blocks
+        return self.compiled and not self._fuses and self._has_slow_blocks
 
     @property
     def compiling_may_pay(self) -> bool:
-        """Whether blocks come in few shapes, each of which has to be compiled, on a CPU."""
-        many_shapes = not self.samplewise or (self.workload.whole and self.workload.ragged)
-        return not many_shapes and self.functions.device.type == "cpu"
+        """Whether blocks come in few shapes, each of which has to be compiled."""
+        return self.samplewise and not (self.workload.whole and self.workload.ragged)
 
     def run(self, jobs: Sequence[Job]) -> Iterator[Result]:
         """Run the jobs, block by block."""
@@ -191,7 +192,7 @@ class VectorizedExecutor:
         """Take a step for each batch. Compiled steps write into ``progress``; others return a new one."""
         series = leaves(batches)
         shapes = [None if t is None else t.shape[2:] for t in batches]
-        if self.compiled:
+        if self.compiled and not self._fuses:
             code = self._cached(
                 ("compiled", kind.description, part, *shapes),
                 lambda: self._compiled(math, inputs, progress, batches, slice(0, part)),
@@ -203,12 +204,21 @@ class VectorizedExecutor:
                 return progress
         graph = self._cached(
             ("step", kind.description, len(progress.x), *shapes),
-            lambda: _recorded(math.step, (inputs, progress, batches.at(0))),
+            lambda: self._recorded_step(math, (inputs, progress, batches.at(0))),
         )
         front, tensors = leaves(inputs), leaves(progress)
         for batch in zip(*(t.unbind() for t in series), strict=True):
             tensors = graph(*front, *tensors, *batch)
         return rebuild(progress, tensors)
+
+    def _recorded_step(self, math: BlockMath, arguments: tuple[Any, ...]) -> Callable[..., Any]:
+        """Record a step that returns its results; on a GPU, compile it."""
+        graph = _recorded(math.step, arguments)
+        if not self.compiled:
+            return graph
+        code = fused(graph, leaves(arguments))
+        self.compiled = code is not None
+        return code or graph
 
     def _compiled(
         self, math: BlockMath, inputs: Inputs, progress: Progress, batches: Batch, rows: slice
