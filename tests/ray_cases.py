@@ -8,11 +8,13 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import signal
 import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from contextlib import contextmanager
@@ -26,6 +28,7 @@ from fadamgc.experiments.run import ray_tasks
 from fadamgc.experiments.run.ray_tasks import RayTasks
 from fadamgc.experiments.run.runner import Runner, run_spec
 from fadamgc.experiments.spec.toml_io import parse_spec
+from fadamgc.experiments.tune import tune
 from fadamgc.sim.executors import RayExecutor
 
 DRIVER = os.getpid()
@@ -137,10 +140,10 @@ def noisy(inputs, targets):
 
 def number_of_actors(_):
     vectorized = fadamgc.simulate(ALGO, task(), executor="vectorized", **RUN)
-    runs = [fadamgc.simulate(ALGO, task(), executor=fadamgc.Ray(actors=a), **RUN) for a in (1, 2, 3)]
+    runs = [fadamgc.simulate(ALGO, task(), executor=fadamgc.Ray(actors=a), **RUN) for a in (1, 3)]
     return {
         "equal": all(torch.equal(run.x, vectorized.x) for run in runs),
-        "history": [r.train_loss for r in runs[0].history] == [r.train_loss for r in runs[2].history],
+        "history": [r.train_loss for r in runs[0].history] == [r.train_loss for r in runs[1].history],
         "settings": runs[0].settings["executor"] + " " + runs[0].settings["inner"],
     }
 
@@ -154,28 +157,26 @@ def convolutions(_):
 
 def local_parameters(_):
     options = RUN | {"local_parameters": "0", "eval_clients": "epoch"}
-    runs = [fadamgc.simulate(ALGO, task(), executor=e, **options) for e in ("loop", fadamgc.Ray(actors=2))]
+    runs = [fadamgc.simulate(ALGO, task(), executor=e, **options) for e in ("loop", fadamgc.Ray(actors=1))]
     return {"difference": far(*runs), "metrics": runs[0].history[-1].metrics == runs[1].history[-1].metrics}
 
 
 def codecs(_):
     options = RUN | {"codec": {"dx": "topk:0.1", "y": "int8", "dy": "int8"}}
-    executors = ("loop", fadamgc.Ray(actors=2, inner="loop"))
+    executors = ("loop", fadamgc.Ray(actors=1, inner="loop"))
     one, other = (fadamgc.simulate(ALGO, task(), executor=executor, **options) for executor in executors)
     rests = [torch.equal(a.rest.dx, b.rest.dx) for a, b in zip(one.clients, other.clients, strict=True)]
     return {"difference": far(one, other), "rests": all(rests)}
 
 
 def resumed(folder):
-    whole = fadamgc.simulate(ALGO, task(), executor=fadamgc.Ray(actors=2), **RUN)
+    first = {"executor": "ray", "checkpoint": folder / "without"}
+    fadamgc.simulate(ALGO, task(), callbacks=[lambda end: end.record.round == 2], **RUN, **first)
+    shutil.copytree(folder / "without", folder / "with Ray")
     found = {}
-    for name, executor in {"with Ray": "ray", "without": "auto"}.items():
-        place = {"checkpoint": folder / name.replace(" ", "-"), "resume": True}
-        fadamgc.simulate(
-            ALGO, task(), executor="ray", callbacks=[lambda end: end.record.round == 2], **RUN, **place
-        )
-        run = fadamgc.simulate(ALGO, task(), executor=executor, **RUN, **place)
-        found[name] = torch.equal(run.x, whole.x) and len(run.history) == 4
+    for name, executor in {"with Ray": fadamgc.Ray(actors=1), "without": "auto"}.items():
+        run = fadamgc.simulate(ALGO, task(), executor=executor, checkpoint=folder / name, resume=True, **RUN)
+        found[name] = torch.equal(run.x, reference().x) and len(run.history) == 4
     return found
 
 
@@ -248,6 +249,14 @@ eta_l = 0.01
 """
 
 
+TUNE = """
+[tune]
+seeds = [2]
+rounds = 400
+eta_l = [0.01, 0.1]
+"""
+
+
 def records(folder: Path):
     """The numbers of all runs in a folder of an experiment."""
     return {
@@ -281,6 +290,28 @@ def sweep(folder):
 @contextmanager
 def elsewhere(_):
     yield "/nowhere/proof", "content"
+
+
+def killed_tuning(folder):
+    """A process of the cluster is killed in the middle of a run; Ray starts the task again."""
+    spec = parse_spec(SPEC.replace("rounds = 60", "rounds = 400") + TUNE, "spec")
+    killed = []
+
+    def kill():
+        while not (begun := list((folder / "out").rglob("checkpoint.json"))):
+            time.sleep(0.05)
+        saved = begun[0].parent.parent / "run.json"
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            if path.read_bytes().startswith(b"ray::run_group"):
+                killed.append(not saved.exists())
+                os.kill(int(path.parent.name), signal.SIGKILL)
+
+    thread = threading.Thread(target=kill, daemon=True)
+    thread.start()
+    tuned = tune(spec, folder / "out", runner=Runner(quiet=True, ray=RayTasks("auto", 1, 0)))
+    thread.join(timeout=60)
+    alone = tune(spec, folder / "here", workers=1, quiet=True)
+    return {"killed": killed, "equal": tuned.points == alone.points, "chosen": tuned.spec == alone.spec}
 
 
 def stopped_sweep(folder):
@@ -404,6 +435,7 @@ ON_ONE_NODE = (
     no_room,
     many_runs,
     sweep,
+    killed_tuning,
     stopped_sweep,
     lost_cluster,
 )

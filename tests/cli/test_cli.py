@@ -16,6 +16,8 @@ from typer.testing import CliRunner
 from command import fadamgc, hear_interrupts, process
 from fadamgc.cli.main import app
 from fadamgc.experiments.folder import ExperimentFolder
+from fadamgc.experiments.run import execution
+from fadamgc.experiments.run.ray_tasks import RayTasks
 from fadamgc.methods import algorithms
 
 TINY = """
@@ -220,6 +222,31 @@ def test_each_task_is_built_once_and_each_method_checked_once(spec, tmp_path, mo
     monkeypatch.setattr(execution, "CACHED", 0)
     command("run", "--rounds", 1, "--seeds", 1, "--workers", 1)
     assert built == [(0, 0.0)] * 3  # where memory is short: for the check, and for each run
+
+
+@pytest.mark.parametrize(
+    "words", [("run",), ("run", "--tune"), ("tune",), ("reproduce", "digits"), ("compare",)], ids=" ".join
+)
+@pytest.mark.usefixtures("without_figures")
+def test_every_command_gives_its_runs_to_a_cluster(spec, tmp_path, monkeypatch, words):
+    from fadamgc.experiments.run import workers
+
+    asked = []
+
+    def on_ray(plan, options, listener):
+        asked.append(options)
+        workers.run_all(plan, 1, execution.TaskCache(), listener)
+
+    monkeypatch.setattr(workers, "run_on_ray", on_ray)
+    command, *more = words
+    if command in ("run", "tune"):
+        more = [spec, *more]
+    if command != "tune":
+        more += ["--rounds", 1, "--seeds", 1]
+    cluster = ["--ray", "10.0.0.1:6379", "--ray-cpus", 2, "--ray-gpus", 0.5]
+    result = fadamgc(command, *more, "--methods", "fadamgc", *cluster, "--out", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert asked == [RayTasks("10.0.0.1:6379", 2, 0.5)] * (2 if "--tune" in words else 1)
 
 
 # What it refuses.

@@ -143,6 +143,13 @@ def test_sweep(case, folder):
     assert case[folder] == {"failures": 0, "equal": True, "models": 4, "left": []}
 
 
+def test_killed_tuning(case):
+    assert case["killed"]
+    assert all(case["killed"])  # before the run was saved
+    assert case["equal"]
+    assert case["chosen"]
+
+
 def test_stopped_sweep(case):
     assert case["code"] == 130
     assert "--resume continues" in case["output"]
