@@ -19,7 +19,10 @@ from packaging.requirements import Requirement
 
 from places import ROOT
 
-IN_SDIST = {"CHANGELOG.md", "LICENSE", "MANIFEST.in", "PKG-INFO", "README.md", "pyproject.toml", "setup.cfg"}
+IN_SDIST = {
+    *("CHANGELOG.md", "CITATION.cff", "LICENSE", "MANIFEST.in", "PKG-INFO", "README.md"),
+    *("pyproject.toml", "setup.cfg"),
+}
 METADATA = {"METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE", "top_level.txt"}
 USE = """
 import importlib, pkgutil
