@@ -8,7 +8,7 @@ WORKERS ?= 2
 SEED    ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo quick test test-e2e fuzz docs results bench check format clean
+.PHONY: help install demo quick test test-e2e test-wheel fuzz docs results bench check format clean
 
 help:  ## Show this list
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -43,6 +43,9 @@ test: install  ## Run all tests
 
 test-e2e: install  ## Run the tests with a real SuperLink and SuperNodes, on loopback
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) tests/e2e
+
+test-wheel: install  ## Build the wheel, and use it in an environment with its requirements and nothing else
+	$(BIN)/python tests/wheel.py
 
 fuzz: install  ## Try bad input of every kind; SEED=1 BUDGET='specs=20000 arguments=5000' for other and more cases
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --seed $(SEED) --processes $(WORKERS) $(BUDGET)

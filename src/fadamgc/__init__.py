@@ -75,8 +75,7 @@ if TYPE_CHECKING:
         "simulate",
         "simulate_many",
     ]
-
-__version__ = "0.1.0"
+    __version__: str  # of pyproject.toml, by the metadata of the installed package
 
 # Public names, by the module that defines them; the algorithms' names come from fadamgc.methods.
 _NAMES = {
@@ -109,9 +108,11 @@ _MODULES = {module.name for module in iter_modules([os.path.dirname(__file__)])}
 def __getattr__(name: str) -> Any:
     if name == "__all__":
         return sorted({*_HOME, *_ALIASES, "schedules", *import_module("fadamgc.methods").__all__})
-    if name.startswith("__"):
+    if name.startswith("__") and name != "__version__":
         raise AttributeError(f"module 'fadamgc' has no attribute {name!r}")
-    if name in _HOME:
+    if name == "__version__":
+        value = import_module("importlib.metadata").version("fadamgc")
+    elif name in _HOME:
         value = getattr(import_module(f"fadamgc.{_HOME[name]}"), name)
     elif name in _ALIASES or name in _MODULES:
         value = import_module(f"fadamgc.{_ALIASES.get(name, name)}")
