@@ -50,7 +50,7 @@ def test_every_setting_of_a_run_is_a_key_or_cannot_be_one():
         *("eval-every", "target", "clip-norm", "weight-decay", "autocast", "channels-last", "codec"),
         *("algorithm", "clients", "experiment", "folder", "min-clients", "round-timeout", "wait-timeout"),
         *("below-minimum", "max-update-norm", "max-norm-ratio", "max-samples", "max-size-ratio"),
-        *("reset-states", "checkpoints", "restore-round", "bind-clients", "unbind-clients"),
+        *("reset-states", "checkpoints", "restore-round", "bind-clients", "unbind-clients", "metrics-file"),
     }
     names = {field.name for field in dataclasses.fields(Settings)}
     assert set(NOT_IN_CONFIG) <= names

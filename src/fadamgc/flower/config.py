@@ -49,6 +49,7 @@ class ServerOptions:
     restore_round: int = -1  # < 0: resume from the newest checkpoint
     bind_clients: str = "auto"  # "on", "off", or "auto": the value of BIND_VARIABLE, else "off"
     unbind_clients: str = ""
+    metrics_file: str = ""  # in Prometheus' text format; empty: metrics.prom in the folder
 
     def __post_init__(self) -> None:
         check_experiment_name(self.experiment)

@@ -20,6 +20,7 @@ from fadamgc.flower.config import read_config
 from fadamgc.flower.coordinator import Coordinator
 from fadamgc.flower.experiment_runs import COMPLETE, SERVERS_VARIABLE, say_complete
 from fadamgc.flower.logs import log, log_to_stdout
+from fadamgc.flower.metrics_file import METRICS_FILE, start_metrics, update_metrics
 from fadamgc.flower.strategy import Strategy
 from fadamgc.samples import Pair
 from fadamgc.task import Loss, Task
@@ -56,6 +57,8 @@ def federate(grid: Grid, task: Task, config: Mapping[str, Any]) -> Coordinator:
     folder = Path(server.options.folder or servers / experiment).expanduser()
     coordinator = Coordinator(task, server, folder)
     (folder / COMPLETE).unlink(missing_ok=True)
+    metrics = Path(server.options.metrics_file or folder / METRICS_FILE).expanduser()
+    start_metrics(coordinator, metrics)
     if coordinator.over():
         write_history(coordinator, folder)  # missing if the server was killed after its last round
         say_complete(folder, coordinator.t, coordinator.t < coordinator.settings.rounds)
@@ -71,6 +74,7 @@ def federate(grid: Grid, task: Task, config: Mapping[str, Any]) -> Coordinator:
         missing = f", without {list(record.dropped)}" if record.dropped else ""
         log.info("round %d of %d%s%s", record.round, coordinator.settings.rounds, value, missing)
         write_history(coordinator, folder)
+        update_metrics(coordinator, metrics)
 
     strategy = Strategy(
         coordinator,
