@@ -29,6 +29,7 @@ from fadamgc.flower.wire import (
     to_array_record,
 )
 
+POLL_PER_MESSAGE = 0.05  # seconds of pause per open message: every check costs a request per message
 BACKOFF_POLLS = 20  # polls before a rejected node is queried again; doubled after every rejection
 BARRED_ROUNDS = 10  # rounds in which a node whose reply was too large is not asked
 
@@ -62,7 +63,7 @@ class Strategy(FlowerStrategy):
             many clients as it needs.
         below_minimum: "skip" the round, or "fail", if fewer clients than ``min_clients`` are available then.
         on_round: called with the record of every round.
-        poll: seconds between two checks for replies.
+        poll: longest pause, in seconds, between two checks for replies; it is shorter with few clients.
         bind_clients: accept a client only from the node key that it first used. Otherwise any node can act as
             any client that has no other node.
     """
@@ -214,7 +215,7 @@ class Strategy(FlowerStrategy):
                 c.ask([])
             else:
                 messages = list(self.configure_train(t, result.arrays, ConfigRecord(), grid))
-            arrays, metrics = self.aggregate_train(t, self._exchange(grid, messages, self._limit))
+            arrays, metrics = self.aggregate_train(t, self._exchange(grid, messages))
             if arrays is not None and metrics is not None:
                 result.arrays, result.train_metrics_clientapp[t] = arrays, metrics
                 self._end_round(grid, result)
@@ -340,16 +341,17 @@ class Strategy(FlowerStrategy):
     # Messages of a round.
 
     def _exchange(
-        self, grid: Grid, messages: list[Message], limit: Callable[[int], SizeLimit]
+        self, grid: Grid, messages: list[Message], limit: Callable[[int], SizeLimit] | None = None
     ) -> list[Message]:
         """Send the messages of a round, and collect the replies that arrive in time.
 
-        ``limit`` returns the size limit of a client's reply.
+        ``limit`` returns the size limit of a client's reply; by default, that of a reply of training.
         """
         clients, replies = {node: client for client, node in self.nodes.items()}, []
         pushed = zip(grid.push_messages(messages) if messages else [], messages, strict=True)
         nodes = {message_id: message.metadata.dst_node_id for message_id, message in pushed if message_id}
         self._asked = {message_id: clients[node] for message_id, node in nodes.items()}
+        limit = limit or self._limit
         limits = {message_id: limit(client) for message_id, client in sorted(self._asked.items())}
         until, inbox = time.monotonic() + self.round_timeout, self._inbox_of(grid)
         while limits and time.monotonic() < until:
@@ -365,7 +367,7 @@ class Strategy(FlowerStrategy):
                 if isinstance(message, TooLargeError):
                     self._bar(nodes[message_id], message)
             if limits:
-                time.sleep(self.poll)
+                time.sleep(min(self.poll, POLL_PER_MESSAGE * len(limits)))
         inbox.forget(limits)
         return replies
 
