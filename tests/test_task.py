@@ -93,7 +93,7 @@ BAD_TASKS = [
     ({"loss": F.mse_loss}, r"loss failed on output of shape \(2, 3\) and targets of shape \(2,\)"),
     ({"metric": "acuracy"}, "metric='acuracy' is not known; did you mean 'accuracy'"),
     ({"goal": "up"}, "goal='up'"),
-    ({"clients": None}, "clients of type NoneType"),
+    ({"clients": 3}, "clients of type int"),
     ({"clients": {0: (X, Y)}}, "clients of type dict"),
     ({"clients": ["ab", "cd"]}, "client 0 is not a pair"),
     ({"clients": [(X, ["a", "b", "c", "d"])]}, "client 0 is not a pair"),

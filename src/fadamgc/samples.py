@@ -255,7 +255,7 @@ def share_tensors(clients: Sequence[Samples]) -> list[Samples]:
     Samples that are in different tensors are copied into new ones, one client after the other.
     """
     rows = [data for data in clients if isinstance(data, Rows)]
-    if len(rows) < len(clients):
+    if not rows or len(rows) < len(clients):
         return list(clients)
     if len({(*_place(data.inputs), *_place(data.targets)) for data in rows}) == 1:
         return [Rows(rows[0].inputs, rows[0].targets, data.index) for data in rows]

@@ -42,7 +42,8 @@ class Task:
             all items of a Dataset are read into memory here, ONCE: random augmentation in a Dataset would be
             the same in all rounds (a warning says so); give it as ``transform``. Clients that are Subsets of
             one TensorDataset share its tensors, without a copy. ``fadamgc.LazyClients`` makes the data of a
-            client when it takes part.
+            client when it takes part. None for no data: for the server of a federation, which has the model
+            and perhaps test data (see ``fadamgc.flower.server_app``).
         test: the test data, a pair or a Dataset as well; None for no evaluation.
         metric: "accuracy", "loss", or a function ``metric(output, target)`` that returns a number, or a dict
             of named numbers, the first of which is the metric; ``fadamgc.metrics`` has some.
@@ -72,7 +73,7 @@ class Task:
 
     model: nn.Module
     loss: Loss
-    clients: Iterable[Data] | LazyClients
+    clients: Iterable[Data] | LazyClients | None
     test: Data | None = None
     metric: Metric = "accuracy"
     goal: Literal["max", "min"] | None = None
@@ -126,7 +127,7 @@ class Task:
         check_task(self, owned)
         if isinstance(samples, list):
             self._tell_what_was_read([*zip(clients, samples, strict=True), (self.test, self.test_samples)])
-            self.clients = _without_copies(clients, self.samples)
+            self.clients = None if self.clients is None else _without_copies(clients, self.samples)
         if self.client_test_samples is not None:
             given: list[Any] = listed(self.client_tests) or []
             kept = _without_copies([given[i] for i in self.evaluated], self.client_test_samples)
@@ -134,6 +135,8 @@ class Task:
             self.client_tests = [by_client.get(i) for i in range(len(given))]
 
     def _listed_clients(self) -> list[Any] | LazyClients:
+        if self.clients is None:
+            return []
         if isinstance(self.clients, LazyClients):
             if self.lazy or self.collate is not None:
                 raise InputError(
@@ -222,7 +225,7 @@ class Task:
 
     def __repr__(self) -> str:
         how = ", made on demand" if isinstance(self.samples, LazyClients) else ""
-        how = ", lazy" if not how and isinstance(self.samples[0], Items) else how
+        how = ", lazy" if not how and self.n and isinstance(self.samples[0], Items) else how
         model = type(self.model).__name__
         return f"Task({self.name!r}, model={model}, clients={self.n}, samples={self.sizes.sum()}{how})"
 
@@ -235,7 +238,7 @@ class Task:
         """The number of samples of each client."""
         if isinstance(self.samples, LazyClients):
             return self.samples.sizes
-        return np.array([len(data) for data in self.samples])
+        return np.array([len(data) for data in self.samples], dtype=np.int64)
 
     @property
     def pairs(self) -> list[tuple[Any, Any]]:
@@ -270,9 +273,14 @@ class Task:
             raise InputError("client_tests has None for all clients; give client_tests=None, or test data")
         return [self._read(tests[i], f"the test data of client {i}") for i in evaluated], evaluated
 
-    def sample(self) -> tuple[Any, Any]:
-        """Return a batch of two samples (or one) of the largest client."""
-        data = self.samples[int(self.sizes.argmax())]
+    def sample(self) -> tuple[Any, ...]:
+        """Return a batch of two samples (or one) of the largest client, or else of the test data.
+
+        A task without any data returns ().
+        """
+        data = self.samples[int(self.sizes.argmax())] if self.n else self.test_samples
+        if data is None:
+            return ()
         try:
             # What is in memory draws nothing, and torch imports its compiler for the first DrawFrom.
             with nullcontext() if isinstance(data, Rows) else reading_at(0):

@@ -58,8 +58,10 @@ def _compatible(a: Tensor, b: Tensor) -> bool:
 
 
 def check_task(task: Task, owned: Owned) -> None:
-    """Run a copy of the model on two samples."""
-    x, y = task.sample()
+    """Run a copy of the model on two samples, if the task has any data."""
+    if not (batch := task.sample()):
+        return
+    x, y = batch
     if task.transform is not None:
         _check_transform(task.transform, x, y)
     output, loss, error, broadcast = _probe(task.model, task.loss, x, y)

@@ -87,10 +87,15 @@ def config(folder, algorithm="fadamgc", **more):
     )
 
 
-def simulated(algorithm, rounds, codec=None):
+def command_of(pid):
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def simulated(algorithm, rounds, codec=None, eval_clients=False):
     task = build_task(DigitsTask(data="digits", clients=3, alpha=0.5), 0)
     algo = fadamgc.make_algorithm(algorithm, eta_l=0.003 if "adam" in algorithm else 0.1, eta_g=1.0)
     settings = {"tracked": 2, "local_steps": 5, "batch_size": 16, "codec": codec}
+    settings["eval_clients"] = eval_clients
     return fadamgc.simulate(algo, task, rounds=rounds, executor="loop", progress=False, **settings)
 
 
@@ -113,13 +118,16 @@ def check_in_step(federation, folder, algo):
     torch.testing.assert_close(tensors["server.y"], torch.stack(found).mean(0), rtol=1e-4, atol=1e-7)
 
 
-def check_numbers(folder, algorithm, codec=None):
+def check_numbers(folder, algorithm, codec=None, eval_clients=False):
     """Two rounds over the network are those of the simulator, and make a report."""
     content, tensors = server_of(folder)
-    run = simulated(algorithm, 2, codec)
+    run = simulated(algorithm, 2, codec, eval_clients)
     torch.testing.assert_close(tensors["server.x"], run.x, rtol=1e-5, atol=1e-7)
     assert [r["test_accuracy"] for r in content["history"]] == [r.test_accuracy for r in run.history]
     assert [r["dropped"] for r in content["history"]] == [[], []]
+    assert [r.get("metrics", {}) for r in content["history"]] == [
+        pytest.approx(r.metrics, rel=1e-5) for r in run.history
+    ]
     assert [r["bytes_up"] for r in content["history"]] == [r.bytes_up for r in run.history]
     write_report(folder)
 
@@ -133,8 +141,11 @@ def test_scaffold_has_the_simulators_numbers(federation, tmp_path):
     stranger = LoopbackFederation(tmp_path / "stranger")
     ensure_node_keys(stranger.keys, ["node-0"])
     check_stranger(federation, stranger, tmp_path)  # also without TLS
-    federation.run(APP, config(tmp_path / "server", "scaffold"))
-    check_numbers(tmp_path / "server", "scaffold")
+    preloaded = [pid for pid in federation.leftover_processes() if b"preloaded.py" in command_of(pid)]
+    federation.run(APP, config(tmp_path / "server", "scaffold", **{"eval-clients": True}))
+    check_numbers(tmp_path / "server", "scaffold", eval_clients=True)
+    assert len(preloaded) == 3  # one per node, and all are still there
+    assert all(b"preloaded.py" in command_of(pid) for pid in preloaded)
 
     lean = tmp_path / "lean-app"  # the same with codecs: fewer bytes, and again the simulator's numbers
     shutil.copytree(APP, lean)

@@ -22,11 +22,11 @@ from fadamgc.experiments.report.numbers import read_results  # noqa: E402
 from fadamgc.experiments.report.write import write_report  # noqa: E402
 from fadamgc.flower.clientapp import client_number, state_folder  # noqa: E402
 from fadamgc.flower.logs import without_traceback  # noqa: E402
-from fadamgc.flower.serverapp import federate  # noqa: E402
+from fadamgc.flower.serverapp import federate, server_task  # noqa: E402
 from fadamgc.tasks.build import build_task  # noqa: E402
 from fadamgc.tasks.sections import DigitsTask  # noqa: E402
 from in_process_grid import SIZES, Here, app_of  # noqa: E402
-from problems import class_task  # noqa: E402
+from problems import class_task, mlp  # noqa: E402
 
 
 @pytest.mark.parametrize("given", [None, "0", -1, True])
@@ -77,6 +77,44 @@ def test_the_digits_app_gives_the_simulators_numbers_and_a_report(tmp_path, capl
     assert "digits: already complete after round 3" in caplog.text
     assert torch.equal(again.server.x, run.x)
     assert read_results(tmp_path / "server").runs["FAdamGC"][0].history == run.history
+
+
+def batch_norm_mlp():
+    return mlp(0, torch.nn.BatchNorm1d(8))
+
+
+@pytest.mark.parametrize("model", [mlp, batch_norm_mlp])
+def test_a_server_needs_no_test_data(model, tmp_path):
+    full = class_task(sizes=SIZES, model=model())
+    task = server_task((full.model, full.loss))
+    config = {"folder": str(tmp_path / "server"), "rounds": 2, "local-steps": 2, "batch-size": 4}
+    coordinator = federate(Here(app_of(full), tmp_path, 3), task, config)
+    run = fadamgc.simulate(
+        fadamgc.FAdamGC(), full, rounds=2, local_steps=2, batch_size=4, executor="loop", progress=False
+    )
+    assert torch.equal(coordinator.server.x, run.x)
+    for name, value in run.buffers.items():
+        torch.testing.assert_close(coordinator.buffers[name], value)
+    assert [r.train_loss for r in coordinator.history] == [r.train_loss for r in run.history]
+    assert [r.test_loss for r in coordinator.history] == [r.test_metric for r in coordinator.history]
+    assert coordinator.history[-1].test_loss is None
+    results = write_report(tmp_path / "server")
+    assert results.runs["FAdamGC"][0].history == coordinator.history
+    with pytest.raises(
+        InputError, match=r"target=0.5 without test data at the server; let the server's load"
+    ):
+        federate(None, task, config | {"target": 0.5, "experiment": "other"})
+
+
+def test_what_a_server_may_load():
+    full = class_task(sizes=SIZES)
+    assert server_task(full) is full
+    with_test = server_task((full.model, full.loss, full.test_pair))
+    assert (with_test.n, len(with_test.test_samples)) == (0, 50)
+    with pytest.raises(InputError, match="the server's load returned 3; it must return \\(model, loss\\)"):
+        server_task(3)
+    with pytest.raises(InputError, match="clients=None, which is for the server of a federation"):
+        fadamgc.simulate(fadamgc.FedAvg(), with_test, rounds=1)
 
 
 class Steepest(fadamgc.FedAvg):

@@ -47,7 +47,16 @@ def test_every_setting_of_a_run_is_a_key_or_cannot_be_one():
     """The accepted keys: a new setting or option must be added here, and to the documentation."""
     assert set(config_keys()) == {
         *("rounds", "sampled", "tracked", "local-steps", "local-epochs", "batch-size", "seed", "weights"),
-        *("eval-every", "target", "clip-norm", "weight-decay", "autocast", "channels-last", "codec"),
+        *(
+            "eval-every",
+            "eval-clients",
+            "target",
+            "clip-norm",
+            "weight-decay",
+            "autocast",
+            "channels-last",
+            "codec",
+        ),
         *("algorithm", "clients", "experiment", "folder", "min-clients", "round-timeout", "wait-timeout"),
         *("below-minimum", "max-update-norm", "max-norm-ratio", "max-samples", "max-size-ratio"),
         *("reset-states", "checkpoints", "restore-round", "bind-clients", "unbind-clients", "metrics-file"),

@@ -18,12 +18,12 @@ from fadamgc.errors import ClientError, InputError, reason, shown
 from fadamgc.federation.client_data import ClientData, ClientTable
 from fadamgc.federation.computing import PLAIN, Computing
 from fadamgc.federation.sampling import EVALUATION, GRADIENT, torch_seed
-from fadamgc.federation.traits import changing_buffers
+from fadamgc.federation.traits import changing_buffers, statistics_of_layers
 from fadamgc.flat import Flat
 from fadamgc.metrics import accuracy
 from fadamgc.runtime import device_of, random_states, seeded
 from fadamgc.samples import Rows, Samples, cast, map_tensors
-from fadamgc.task import Loss, Task
+from fadamgc.task import Loss, Metric, Task
 from fadamgc.tree import leaves, rebuild
 
 Buffers: TypeAlias = dict[str, Tensor]
@@ -41,7 +41,8 @@ class TaskFunctions:
             of the y_i.
         buffers0: the buffers that training changes.
         fixed: all other tensors of the model, by name.
-        sample: two samples of the largest client, on which traits of the model are tried.
+        sample: two samples of the largest client, on which traits of the model are tried; () for a task
+            without any data.
         test: the test data; None if nothing is evaluated.
     """
 
@@ -74,11 +75,12 @@ class TaskFunctions:
         self.x0 = self.flat.flatten(self.module)
         if self.mixed:
             self.x0 = self.x0.float()
-        inputs, targets = task.sample()
-        self.sample = tuple(map_tensors(self._cast, part) for part in (inputs, targets))
+        self.sample = tuple(map_tensors(self._cast, part) for part in task.sample())
         self.test = None if task.test_samples is None else self.data_of(task.test_samples)
         self.module.train()
-        changing = changing_buffers(self.module, self.sample[0], self.device)
+        changing = statistics_of_layers(self.module)
+        if self.sample:
+            changing = changing_buffers(self.module, self.sample[0], self.device)
         tensors = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
         self.buffers0: Buffers = {n: t.detach().clone() for n, t in tensors.items() if n in changing}
         self.fixed: Buffers = {
@@ -207,14 +209,15 @@ class TaskFunctions:
         seed: int,
         t: int,
         models: Sequence[tuple[Tensor, Buffers]] | None = None,
+        metric: Metric | None = None,
     ) -> NDArray[np.float64]:
         """Return the metric of the model on each client's data; the first number if a metric has several.
 
         ``clients`` has the data of the task's evaluated clients; all other clients have the value nan.
         Samples in memory pass the model together, whatever the clients' sizes. ``models`` has the parameters
-        and buffers of each client, if they differ.
+        and buffers of each client, if they differ. ``metric`` replaces the task's metric.
         """
-        metric, values = self.task.metric, []
+        metric, values = metric or self.task.metric, []
         seed = torch_seed(seed, EVALUATION, t, 1)
         if models is not None:
             models = [models[i] for i in self.task.evaluated]

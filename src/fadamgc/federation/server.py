@@ -219,8 +219,11 @@ class Federation:
     @property
     def is_evaluated(self) -> bool:
         """Whether the next round is evaluated."""
-        t, s = self.t + 1, self.settings
-        return t % s.eval_every == 0 or t == s.rounds
+        return self.evaluated_after(self.t + 1)
+
+    def evaluated_after(self, t: int) -> bool:
+        """Whether round t is evaluated."""
+        return t % self.settings.eval_every == 0 or t == self.settings.rounds
 
     def evaluate(self, state: ServerState) -> dict[str, Any]:
         """Return the evaluation of the next round; {} if that round is not evaluated."""

@@ -21,6 +21,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("fadamgc")
 
+NORM_LAYERS = (
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+)
+
 
 def changing_buffers(module: nn.Module, inputs: Any, device: torch.device) -> set[str]:
     """Return the names of the buffers that a forward pass in training mode changes.
@@ -36,6 +41,19 @@ def changing_buffers(module: nn.Module, inputs: Any, device: torch.device) -> se
         functional_call(module, after, (map_tensors(torch.clone, inputs),))
     owners = {name.rpartition(".")[0] for name, was in before.items() if not torch.equal(was, after[name])}
     return {name for name in before if name.rpartition(".")[0] in owners}
+
+
+def statistics_of_layers(module: nn.Module) -> set[str]:
+    """Return the names of the running statistics of torch's normalization layers.
+
+    Training changes them, whatever the data; buffers of other layers can be found only by trying.
+    """
+    return {
+        f"{name}.{buffer}" if name else buffer
+        for name, layer in module.named_modules()
+        if isinstance(layer, NORM_LAYERS)
+        for buffer, _ in layer.named_buffers(recurse=False)
+    }
 
 
 def has_slow_blocks(module: nn.Module) -> bool:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from fadamgc.algorithm import example, stand_in
 from fadamgc.errors import InputError
+from fadamgc.federation.client_data import ClientTable
 from fadamgc.federation.functions import TaskFunctions
 from fadamgc.federation.jobs import Job, Result, Round
 from fadamgc.federation.messages import MessageCodecs
@@ -16,15 +18,18 @@ from fadamgc.federation.settings import Settings
 from fadamgc.federation.sums import all_finite
 from fadamgc.flower.client_store import ClientStore
 from fadamgc.flower.protocol import (
+    EvaluateReply,
+    EvaluateRequest,
     RefusedError,
     Reply,
     TrainRequest,
     check_tensors,
     decoded,
+    metric_name,
     resolve_pending,
 )
 from fadamgc.sim.executors.trainer import train
-from fadamgc.task import Task
+from fadamgc.task import METRICS, Metric, Task
 from fadamgc.tree import from_names, leaves, named_leaves
 
 
@@ -40,12 +45,43 @@ class LocalClient:
         self.client = client
         self.functions = TaskFunctions(task)
         self.data = self.functions.data_of(task.samples[0])
+        self.held_out = task.client_test_samples is not None
+        tests = task.client_test_samples or task.samples
+        self.tests = ClientTable(tests, self.functions.dtype, self.functions.device)
 
     def train(self, round: Round, settings: Settings, state: object, tracked: bool) -> Result:
         """Run the client's part of a round."""
         batches = settings.batches(round.t, self.client, self.data.size, round.algorithm.coin)
         with torch.inference_mode(False):
             return train(Job(round, self.client, self.data, lambda: state, tracked, batches))
+
+
+def evaluate(client: LocalClient, request: EvaluateRequest) -> EvaluateReply:
+    """Evaluate the server's model on the client's test data, or on what it trains on if it has none.
+
+    Raises:
+        RefusedError: the request cannot be carried out.
+    """
+    functions, number = client.functions, client.client
+    metric: Metric = functions.task.metric
+    if request.metric in METRICS:
+        metric = cast(Metric, request.metric)
+    elif request.metric != metric_name(metric):
+        raise RefusedError(
+            "metric",
+            f"client {number}: the server's task has a metric of its own, and this client's has "
+            f"{metric!r}; let the client's load return a Task with the same metric",
+        )
+    owner = f"client {number}: the server's"
+    check_tensors(owner, "message", {"x": request.x}, {"x": functions.x0})
+    check_tensors(owner, "buffers", request.buffers, functions.buffers0)
+    functions.compute_with(request.computing)
+    where = (request.x, dict(request.buffers), client.tests, request.seed, request.stamp.round)
+    try:
+        (value,) = functions.evaluate_clients(*where, metric=metric)
+    except InputError as error:
+        raise RefusedError("metric", f"client {number} cannot evaluate the model: {error}") from None
+    return EvaluateReply(*request[:4], request.metric, float(value), client.held_out)
 
 
 def handle_request(client: LocalClient, store: ClientStore, train: TrainRequest) -> Reply:

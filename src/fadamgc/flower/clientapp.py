@@ -11,16 +11,24 @@ from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from torch import nn
 
-from fadamgc.errors import FadamgcError, InputError
+from fadamgc.errors import FadamgcError, InputError, shown
 from fadamgc.files import user_folder
-from fadamgc.flower.client_round import LocalClient, handle_request
+from fadamgc.flower.client_round import LocalClient, evaluate, handle_request
 from fadamgc.flower.client_store import ClientStore
 from fadamgc.flower.logs import log, log_to_stdout
 from fadamgc.flower.protocol import RefusedError
-from fadamgc.flower.wire import hello_content, read_request, refusal_content, reply_content
+from fadamgc.flower.wire import (
+    evaluation_content,
+    hello_content,
+    read_evaluate,
+    read_request,
+    refusal_content,
+    reply_content,
+)
 from fadamgc.task import Loss, Task
 
-ClientPart = Task | tuple[nn.Module, Loss, Any]  # a task with one client; or model, loss and data
+# A task with one client; or model, loss and data; or model, loss, data and test data.
+ClientPart = Task | tuple[nn.Module, Loss, Any] | tuple[nn.Module, Loss, Any, Any]
 
 
 def client_app(load: Callable[[Context], ClientPart]) -> ClientApp:
@@ -30,18 +38,15 @@ def client_app(load: Callable[[Context], ClientPart]) -> ClientApp:
     ``state-folder`` is the folder of its states (default: see ``state_folder``).
 
     Args:
-        load: function of Flower's context that returns model, loss and this client's (inputs, targets), or a
+        load: function of Flower's context that returns model, loss and this client's (inputs, targets); or
+            model, loss, data and this client's test data (None: it has none), for ``eval-clients``; or a
             ``Task`` whose only client this is (with ``transform``, ``lazy`` or ``collate``, for example).
     """
     app = ClientApp()
 
     def local_client(context: Context) -> LocalClient:
         log_to_stdout()
-        part = load(context)
-        if not isinstance(part, Task):
-            model, loss, data = part
-            part = Task(model, loss, [data])
-        return LocalClient(part, client_number(context))
+        return LocalClient(client_task(load(context)), client_number(context))
 
     @app.query()
     @_replying
@@ -54,14 +59,37 @@ def client_app(load: Callable[[Context], ClientPart]) -> ClientApp:
     def train(message: Message, context: Context) -> RecordDict:
         received = read_request(message.content)
         client, request = local_client(context), received.request
-        if request.client != client.client:
-            raise RefusedError(
-                "another client", f"this is client {client.client}, not client {request.client}"
-            )
+        _check_client(client, request.client)
         store = ClientStore(state_folder(context), request.experiment, client.client)
         return reply_content(handle_request(client, store, received))
 
+    @app.evaluate()
+    @_replying
+    def evaluate_model(message: Message, context: Context) -> RecordDict:
+        request = read_evaluate(message.content)
+        client = local_client(context)
+        _check_client(client, request.client)
+        return evaluation_content(evaluate(client, request))
+
     return app
+
+
+def client_task(part: ClientPart) -> Task:
+    """Return the task of a client: what its ``load`` function has returned, as a task."""
+    if isinstance(part, Task):
+        return part
+    if not isinstance(part, (tuple, list)) or len(part) not in (3, 4):
+        raise InputError(
+            f"load returned {shown(part)}; it must return (model, loss, data), "
+            "(model, loss, data, test data) or a Task"
+        )
+    model, loss, data, test = part if len(part) == 4 else (*part, None)
+    return Task(model, loss, [data], client_tests=None if test is None else [test])
+
+
+def _check_client(client: LocalClient, number: int) -> None:
+    if number != client.client:
+        raise RefusedError("another client", f"this is client {client.client}, not client {number}")
 
 
 def _replying(answer: Callable[[Message, Context], RecordDict]) -> Callable[[Message, Context], Message]:

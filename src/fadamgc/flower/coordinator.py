@@ -10,9 +10,11 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,7 +25,7 @@ from fadamgc.federation.client_states import ClientStates
 from fadamgc.federation.cost import Work
 from fadamgc.federation.functions import TaskFunctions
 from fadamgc.federation.messages import on_the_wire
-from fadamgc.federation.record import Record
+from fadamgc.federation.record import BY_CLIENT, Record
 from fadamgc.federation.run import Run
 from fadamgc.federation.sampling import Draw
 from fadamgc.federation.server import Federation, ServerState
@@ -35,6 +37,8 @@ from fadamgc.flower.members import Members
 from fadamgc.flower.protocol import (
     MAX_GENERATION,
     NEVER,
+    EvaluateReply,
+    EvaluateRequest,
     RefusedError,
     Reply,
     Request,
@@ -42,10 +46,12 @@ from fadamgc.flower.protocol import (
     TrainRequest,
     check_tensors,
     decoded,
+    metric_name,
 )
 from fadamgc.flower.reply_checks import Norms, ReplyChecks, Scale, evaluate, refusal
 from fadamgc.flower.server_store import Checkpoint, ServerStore
 from fadamgc.grouped import GroupedAlgorithm
+from fadamgc.metrics import client_metrics
 from fadamgc.task import Task
 from fadamgc.tree import from_names, named_leaves
 
@@ -56,8 +62,8 @@ class Coordinator:
     """The server of a federation: the shared round, plus stamps, checks of replies and a store.
 
     Args:
-        task: model, loss, test data and metric. Of its clients' data only two samples are used, to find out
-            which buffers training changes: the server has no data of the clients.
+        task: model, loss, metric and perhaps test data. Of its clients' data, if it has any, only two samples
+            are used, to find out which buffers training changes: the server has no data of the clients.
         config: algorithm, settings and options. An experiment can be resumed only with the same ``app`` keys.
         folder: folder of the checkpoint.
     """
@@ -79,7 +85,14 @@ class Coordinator:
                 f"{type(algorithm).__name__} needs clients in groups, and a Flower federation has one level: "
                 "a server and its nodes; use fadamgc.simulate, or another algorithm"
             )
+        if settings.eval_clients == "epoch":
+            raise InputError("eval_clients='epoch' is for fadamgc.simulate; use eval-clients = true")
         settings.check(self.n, [1] * self.n, algorithm.at(1))
+        if settings.target is not None and task.test_samples is None:
+            raise InputError(
+                f"target={settings.target} without test data at the server; let the server's load return "
+                "test data, or omit target"
+            )
         self.functions = TaskFunctions(task, settings.dtype, computing=settings.computing)
         self.task, self.settings = task, settings
         self.federation = Federation(algorithm, self.functions, self.n, settings)
@@ -106,6 +119,8 @@ class Coordinator:
             self.members.keys.pop(client, None)
         self._write()
         self._clear_round()
+        self._evaluating: dict[int, EvaluateRequest] = {}
+        self._values: dict[int, EvaluateReply] = {}
 
     @property
     def t(self) -> int:
@@ -232,18 +247,18 @@ class Coordinator:
             self.refuse(error)
             del self._replies[i], self._norms[i]
 
-    def refuse(self, error: Exception) -> None:
-        """Note a refusal; it is saved with the next checkpoint."""
-        refusals = [*self.refusals, f"round {self.t + 1}: {printable(error, 500)}"]
+    def refuse(self, error: Exception, t: int | None = None) -> None:
+        """Note a refusal in round t, by default the next one; it is saved with the next checkpoint."""
+        refusals = [*self.refusals, f"round {self.t + 1 if t is None else t}: {printable(error, 500)}"]
         self.refusals = refusals[-REMEMBERED_REFUSALS:]
 
     @contextmanager
-    def noting_refusals(self) -> Iterator[None]:
-        """Note any error in a ``with`` block as a refusal."""
+    def noting_refusals(self, t: int | None = None) -> Iterator[None]:
+        """Note any error in a ``with`` block as a refusal in round t, by default the next one."""
         try:
             yield
         except Exception as error:
-            self.refuse(error)
+            self.refuse(error, t)
             raise
 
     def admit(self, client: int, samples: int) -> None:
@@ -339,6 +354,67 @@ class Coordinator:
         missing = tuple(i for i in draw.sampled if i not in replies)
         seconds = time.perf_counter() - self._began
         return federation.record(draw, sums, evaluation, steps, seconds, missing, silent=missing)
+
+    # Evaluation at the clients, after a round is closed.
+
+    @property
+    def awaits_evaluation(self) -> bool:
+        """Whether the clients should evaluate the model: the last record is due to have their metric."""
+        if not (self.settings.eval_clients and self.history and self.federation.evaluated_after(self.t)):
+            return False
+        return not any(name.startswith(BY_CLIENT) for name in self.history[-1].metrics)
+
+    def ask_evaluation(self, available: Iterable[int]) -> list[EvaluateRequest]:
+        """Return the requests to evaluate the model on the data of the clients that are available."""
+        self.store.check()
+        self._evaluation_began, self._values = time.perf_counter(), {}
+        (server, buffers), s = self.federation.state, self.settings
+        stamp, metric = Stamp(self.t, self.store.attempt), metric_name(self.task.metric)
+        model = (metric, s.seed, s.computing, server.x, buffers)
+        self._evaluating = {
+            i: EvaluateRequest(self.experiment, i, self.generation, stamp, *model) for i in sorted(available)
+        }
+        return list(self._evaluating.values())
+
+    def consider_evaluation(self, client: int, reply: EvaluateReply) -> None:
+        """Accept a client's evaluation; the record does not change yet.
+
+        Raises:
+            RefusedError: the reply is not as requested.
+        """
+        with self.noting_refusals(self.t):
+            request = self._evaluating.get(client)
+            if request is None:
+                raise refusal(client, "not asked", "it was not asked to evaluate")
+            if client in self._values:
+                raise refusal(client, "twice", "it has already answered")
+            self.checks.check_evaluation(reply, request)
+        self._values[client] = reply
+
+    def close_evaluation(self) -> Record:
+        """Add the clients' evaluations to the last record, and write the checkpoint.
+
+        If some clients have test data, the others do not count, as in a simulation. Without any reply, the
+        record stays as it is.
+        """
+        last, replies = self.history[-1], sorted(self._values.items())
+        if any(reply.held_out for _, reply in replies):
+            replies = [(i, reply) for i, reply in replies if reply.held_out]
+        self._evaluating, self._values = {}, {}
+        if not replies:
+            return last
+        trained = {i for r in self.history for i in r.sampled if i not in r.dropped and i not in r.absent}
+        values = np.array([reply.value for _, reply in replies])
+        seen = [position for position, (i, _) in enumerate(replies) if i in trained]
+        named = client_metrics(values, seen, str(self.task.goal))
+        seconds = last.wall_seconds + time.perf_counter() - self._evaluation_began
+        self.history[-1] = replace(last, metrics=last.metrics | named, wall_seconds=seconds)
+        try:
+            self._write()
+        except BaseException:
+            self.history[-1] = last
+            raise
+        return self.history[-1]
 
     def run(self) -> Run:
         """Return the run so far, as the simulator does; the clients' states are with the clients."""

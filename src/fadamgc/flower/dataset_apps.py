@@ -26,10 +26,12 @@ def task(context: Context) -> Task:
     return build_task(spec, int(config.get("seed", 0)))
 
 
-def local(context: Context) -> tuple[nn.Module, Loss, Pair]:
-    """Return model, loss and data of one client."""
-    full_task = task(context)
-    return full_task.model, full_task.loss, full_task.samples[client_number(context)].pair()
+def local(context: Context) -> tuple[nn.Module, Loss, Pair, Pair | None]:
+    """Return model, loss, data and test data (None if it has none) of one client."""
+    full_task, client = task(context), client_number(context)
+    tests = dict(zip(full_task.evaluated, full_task.client_test_samples or [], strict=False))
+    test = tests[client].pair() if client in tests else None
+    return full_task.model, full_task.loss, full_task.samples[client].pair(), test
 
 
 server = server_app(task)

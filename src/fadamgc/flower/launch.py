@@ -15,9 +15,9 @@ Flower serves three APIs on the SuperLink's one port, and authenticates the call
   memory. An app's token is on its command line, where other users of the machine can read it, and would let
   them start runs (``start-automation``). So the SuperLink serves only the requests that a ServerApp needs.
 
-This file is a script that does not import fadamgc, because a SuperLink does not need torch. Of the functions
-of Flower that it calls, ``_parse_superlink_lifespan_config`` is private (the same in 1.41 and 1.42).
-``fadamgc federation up`` checks that the SuperLink does refuse strangers.
+This file is a script that imports nothing that needs torch, because a SuperLink does not. Of the functions of
+Flower that it calls, ``_parse_superlink_lifespan_config`` is private (the same in 1.41 and 1.42). ``fadamgc
+federation up`` checks that the SuperLink does refuse strangers.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 MIN_TOKEN_LENGTH = 32
 LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
 RUNTIME_API = "/v1/runtime/"
+POLL_VARIABLE = "FLWR_SUPEREXEC_TASK_POLL_INTERVAL"
+POLL_SECONDS = "0.25"  # between two questions of the SuperExec whether there is a task; Flower's default is 1
 SERVED = {  # requests of SuperExec and ServerApp to the Runtime API
     *("acquire-task", "send-task-heartbeat", "pull-task-input", "push-task-output", "push-logs"),
     *("get-nodes", "push-messages", "pull-messages"),
@@ -153,7 +155,7 @@ def superlink(arguments: Sequence[str]) -> None:
 
 
 def supernode(arguments: Sequence[str]) -> None:
-    """Start a SuperExec, and replace this process by a SuperNode."""
+    """Start a SuperExec and the server of ``preloaded.py``, and replace this process by a SuperNode."""
     parser = argparse.ArgumentParser("supernode", allow_abbrev=False, add_help=False)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", default="9094")
@@ -162,24 +164,35 @@ def supernode(arguments: Sequence[str]) -> None:
     options, _ = parser.parse_known_args(arguments)
     from flwr.supercore.address import resolve_bind_address
 
+    from fadamgc.flower import preloaded
+
     secret = secrets.token_bytes(32)
     address = resolve_bind_address(f"{options.host}:{options.port}")
     install = options.allow_runtime_dependency_installation
-    start_superexec(address, secret, options.ssl_ca_certfile, install)
+    folder = None if install else preloaded.start()  # an app may install other versions of modules
+    start_superexec(address, secret, options.ssl_ca_certfile, install, folder)
     source = secret_source(secret)
     os.set_inheritable(source, True)
     words = ["--isolation", "process", "--superexec-auth-secret-file", f"/dev/fd/{source}"]
     os.execvp("flower-supernode", ["flower-supernode", *arguments, *words])
 
 
-def start_superexec(address: str, secret: bytes, root: str | None, install: bool) -> None:
-    """Start Flower's SuperExec, which fetches tasks and starts apps; it ends with this process."""
+def start_superexec(
+    address: str, secret: bytes, root: str | None, install: bool, commands: str | None = None
+) -> None:
+    """Start Flower's SuperExec, which fetches tasks and starts apps; it ends with this process.
+
+    ``commands`` is a folder with commands that it uses instead of Flower's.
+    """
+    environment = {POLL_VARIABLE: POLL_SECONDS} | os.environ
+    if commands is not None:
+        environment["PATH"] = f"{commands}{os.pathsep}{environment['PATH']}"
     source = secret_source(secret)
     words = ["flower-superexec", "--runtime-api-address", address, "--parent-pid", str(os.getpid())]
     words += ["--superexec-auth-secret-file", f"/dev/fd/{source}"]
     words += ["--insecure"] if root is None else ["--root-certificates", root]
     words += ["--allow-runtime-dependency-installation"] if install else []
-    subprocess.Popen(words, pass_fds=[source])
+    subprocess.Popen(words, pass_fds=[source], env=environment)
     os.close(source)
 
 

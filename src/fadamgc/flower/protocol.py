@@ -23,8 +23,10 @@ from torch import Tensor
 from fadamgc.algorithm import AnyAlgorithm
 from fadamgc.codecs import Codec
 from fadamgc.errors import FadamgcError, InputError
+from fadamgc.federation.computing import Computing
 from fadamgc.federation.messages import decode
 from fadamgc.federation.settings import Settings
+from fadamgc.task import Metric
 
 
 class Stamp(NamedTuple):
@@ -86,6 +88,41 @@ class Reply(NamedTuple):
     buffers: Mapping[str, Tensor]
     loss: float
     steps: int
+
+
+class EvaluateRequest(NamedTuple):
+    """A request to evaluate the model after a round on the client's own data; it changes nothing there."""
+
+    experiment: str
+    client: int
+    generation: int
+    stamp: Stamp
+    metric: str  # see ``metric_name``
+    seed: int
+    computing: Computing
+    x: Tensor
+    buffers: Mapping[str, Tensor]
+
+    def is_possible(self) -> bool:
+        """Whether a server can send this."""
+        return Request(*self[:4], NEVER).is_possible() and self.stamp.round >= 1
+
+
+class EvaluateReply(NamedTuple):
+    """A client's reply to a request to evaluate; the header repeats that of the request."""
+
+    experiment: str
+    client: int
+    generation: int
+    stamp: Stamp
+    metric: str
+    value: float
+    held_out: bool  # whether the data is test data, and not what the client trains on
+
+
+def metric_name(metric: Metric) -> str:
+    """Return the name of a metric in messages and reports: "metric" if it is a function."""
+    return metric if isinstance(metric, str) else "metric"
 
 
 class StoredState(NamedTuple):

@@ -12,18 +12,23 @@ from torch import Tensor, nn
 
 from fadamgc.errors import InputError
 from fadamgc.federation.server import Federation, ServerState
+from fadamgc.federation.traits import NORM_LAYERS
 from fadamgc.flower.members import check_above
-from fadamgc.flower.protocol import RefusedError, Reply, Request, check_tensors, describe
+from fadamgc.flower.protocol import (
+    EvaluateReply,
+    EvaluateRequest,
+    RefusedError,
+    Reply,
+    Request,
+    check_tensors,
+    describe,
+)
 from fadamgc.tree import named_leaves
 
 LARGEST_LOSS = 1e30
 REMEMBERED_ROUNDS = 5  # rounds whose median norms are remembered
 QUICK_TEST = 256  # test samples that are evaluated in a round without an evaluation
 STEPS = "local steps"  # the typical number of steps is remembered like a norm
-NORM_LAYERS = (
-    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
-    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
-)
 
 Norms = dict[str, float]
 Tensors = Mapping[str, Tensor]
@@ -108,17 +113,32 @@ class ReplyChecks:
     def check_header(self, reply: Reply, request: Request, steps: int | None) -> None:
         """Refuse a reply that does not answer the request, or has numbers that cannot be right."""
         client = request.client
-        if reply.client != client:
-            raise refusal(client, "another client", f"it says that it is client {reply.client}")
-        if reply[:4] != request[:4]:
-            answered, asked = (f"{describe(m.stamp)} of {m.experiment!r}" for m in (reply, request))
-            raise refusal(client, "another round", f"it answers {answered}, not {asked}")
+        self._check_address(reply, request)
         if not (isinstance(reply.steps, int) and 1 <= reply.steps <= 10**9):
             raise refusal(client, "steps", f"it has {reply.steps!r} local steps")
         if steps is not None and reply.steps != steps:
             raise refusal(client, "steps", f"it has {reply.steps} local steps, not {steps}")
         if not (isinstance(reply.loss, float) and abs(reply.loss) <= LARGEST_LOSS):
             raise refusal(client, "not finite", f"its loss is {reply.loss!r}")
+
+    def check_evaluation(self, reply: EvaluateReply, request: EvaluateRequest) -> None:
+        """Refuse the value of a metric that does not answer the request, or that cannot be right."""
+        client = request.client
+        self._check_address(reply, request)
+        if reply.metric != request.metric:
+            raise refusal(client, "metric", f"it has {reply.metric!r}, not {request.metric!r}")
+        if not (isinstance(reply.value, float) and abs(reply.value) <= LARGEST_LOSS):
+            raise refusal(client, "not finite", f"its {reply.metric} is {reply.value!r}")
+        if reply.metric == "accuracy" and not 0 <= reply.value <= 1:
+            raise refusal(client, "metric", f"its accuracy is {reply.value!r}, not from 0 to 1")
+
+    def _check_address(self, reply: Reply | EvaluateReply, request: Request | EvaluateRequest) -> None:
+        client = request.client
+        if reply.client != client:
+            raise refusal(client, "another client", f"it says that it is client {reply.client}")
+        if reply[:4] != request[:4]:
+            answered, asked = (f"{describe(m.stamp)} of {m.experiment!r}" for m in (reply, request))
+            raise refusal(client, "another round", f"it answers {answered}, not {asked}")
 
     def out_of_proportion(self, norms: Mapping[int, Norms], state: ServerState) -> dict[int, RefusedError]:
         """Return the clients whose norms are far larger than is typical, each with the reason."""

@@ -13,6 +13,7 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 from torch import nn
 
+from fadamgc.errors import InputError, shown
 from fadamgc.escape import printable
 from fadamgc.federation.record import Record
 from fadamgc.files import user_folder
@@ -21,32 +22,43 @@ from fadamgc.flower.coordinator import Coordinator
 from fadamgc.flower.experiment_runs import COMPLETE, SERVERS_VARIABLE, say_complete
 from fadamgc.flower.logs import log, log_to_stdout
 from fadamgc.flower.metrics_file import METRICS_FILE, start_metrics, update_metrics
+from fadamgc.flower.protocol import metric_name
 from fadamgc.flower.strategy import Strategy
 from fadamgc.samples import Pair
 from fadamgc.task import Loss, Task
 
-ServerData = tuple[nn.Module, Loss, Pair]  # model, loss, test data
+ServerData = tuple[nn.Module, Loss] | tuple[nn.Module, Loss, Pair]  # model, loss, test data
 
 
 def server_app(load: Callable[[Context], Task | ServerData]) -> ServerApp:
     """Return a ServerApp that runs the algorithm named in its config.
 
     Args:
-        load: function of Flower's context that returns model, loss and (inputs, targets) to test on; or a
-            Task, for a metric other than accuracy. The clients of the task are not used.
+        load: function of Flower's context that returns model and loss; or model, loss and (inputs, targets)
+            to test on; or a ``Task``, for a metric other than accuracy: ``Task(model, loss, clients=None,
+            test=test, metric="loss")``. The clients of a task are not used.
     """
     app = ServerApp()
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
         log_to_stdout()
-        task = load(context)
-        if not isinstance(task, Task):
-            model, loss, test = task
-            task = Task(model, loss, [test], test)
-        federate(grid, task, dict(context.run_config))
+        federate(grid, server_task(load(context)), dict(context.run_config))
 
     return app
+
+
+def server_task(part: Task | ServerData) -> Task:
+    """Return the task of a server: what its ``load`` function has returned, as a task."""
+    if isinstance(part, Task):
+        return part
+    if not isinstance(part, (tuple, list)) or len(part) not in (2, 3):
+        raise InputError(
+            f"the server's load returned {shown(part)}; it must return (model, loss), "
+            "(model, loss, test data) or a Task"
+        )
+    model, loss, test = part if len(part) == 3 else (*part, None)
+    return Task(model, loss, None, test)
 
 
 def federate(grid: Grid, task: Task, config: Mapping[str, Any]) -> Coordinator:
@@ -56,10 +68,11 @@ def federate(grid: Grid, task: Task, config: Mapping[str, Any]) -> Coordinator:
     servers = Path(os.environ.get(SERVERS_VARIABLE) or user_folder("state") / "servers")
     folder = Path(server.options.folder or servers / experiment).expanduser()
     coordinator = Coordinator(task, server, folder)
+    was_complete = (folder / COMPLETE).exists()
     (folder / COMPLETE).unlink(missing_ok=True)
     metrics = Path(server.options.metrics_file or folder / METRICS_FILE).expanduser()
     start_metrics(coordinator, metrics)
-    if coordinator.over():
+    if coordinator.over() and (was_complete or not coordinator.awaits_evaluation):
         write_history(coordinator, folder)  # missing if the server was killed after its last round
         say_complete(folder, coordinator.t, coordinator.t < coordinator.settings.rounds)
         log.info(
@@ -98,7 +111,7 @@ def write_history(coordinator: Coordinator, folder: Path) -> None:
         "experiment": c.experiment,
         "title": f"{c.algorithm.title} on {c.task.name}, {c.n} clients, on Flower",
         "label": printable(c.algorithm.title),
-        "measure": c.task.metric if isinstance(c.task.metric, str) else "metric",
+        "measure": metric_name(c.task.metric),
     }
     name = re.sub(r"[^a-z0-9]+", "-", report["label"].lower()).strip("-") or "method"
     labelled = replace(run, settings=run.settings | {"report": report})

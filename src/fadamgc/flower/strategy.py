@@ -14,13 +14,22 @@ from flwr.serverapp.strategy import Strategy as FlowerStrategy
 
 from fadamgc.errors import FadamgcError, not_accepted
 from fadamgc.escape import printable
-from fadamgc.federation.record import Record
+from fadamgc.federation.record import BY_CLIENT, Record
 from fadamgc.flower.coordinator import Coordinator
 from fadamgc.flower.inbox import Inbox, SizeLimit, TooLargeError, make_inbox
 from fadamgc.flower.logs import log
-from fadamgc.flower.protocol import RefusedError
-from fadamgc.flower.wire import MAX_REASON, read_hello, read_reply, request_content, to_array_record
+from fadamgc.flower.protocol import RefusedError, metric_name
+from fadamgc.flower.wire import (
+    MAX_REASON,
+    evaluate_content,
+    read_evaluation,
+    read_hello,
+    read_reply,
+    request_content,
+    to_array_record,
+)
 
+POLL_PER_MESSAGE = 0.05  # seconds of pause per open message: every check costs a request per message
 BACKOFF_POLLS = 20  # polls before a rejected node is queried again; doubled after every rejection
 BARRED_ROUNDS = 10  # rounds in which a node whose reply was too large is not asked
 
@@ -54,7 +63,7 @@ class Strategy(FlowerStrategy):
             many clients as it needs.
         below_minimum: "skip" the round, or "fail", if fewer clients than ``min_clients`` are available then.
         on_round: called with the record of every round.
-        poll: seconds between two checks for replies.
+        poll: longest pause, in seconds, between two checks for replies; it is shorter with few clients.
         bind_clients: accept a client only from the node key that it first used. Otherwise any node can act as
             any client that has no other node.
     """
@@ -117,6 +126,26 @@ class Strategy(FlowerStrategy):
         """Check the replies, and close the round."""
         del server_round
         c = self.coordinator
+
+        def accept(client: int, content: RecordDict) -> None:
+            with c.noting_refusals():
+                reply = read_reply(content, *c.wanted(client))
+            c.consider(client, reply)
+
+        self._read(replies, accept)
+        c.screen()
+        if not c.enough:
+            self._too_few(len(c.answered), "have answered")
+        record = c.close()
+        if record is None:
+            return None, None
+        metrics = {
+            k: v for k in ("train_loss", "test_loss", "test_metric") if (v := getattr(record, k)) is not None
+        }
+        return to_array_record({"x": c.server.x}), MetricRecord(metrics)
+
+    def _read(self, replies: Iterable[Message], accept: Callable[[int, RecordDict], object]) -> None:
+        """Let ``accept`` read the replies of this exchange; log refusals, and clients without a reply."""
         unanswered = set(self._asked.values())
         for message in replies:
             client = self._asked.get(message.metadata.reply_to_message_id)
@@ -128,45 +157,55 @@ class Strategy(FlowerStrategy):
                 continue
             unanswered.discard(client)
             try:
-                with c.noting_refusals():
-                    reply = read_reply(message.content, *c.wanted(client))
-                c.consider(client, reply)
+                accept(client, message.content)
             except Exception as error:  # nothing that an untrusted node sends may end the run
                 log.warning("client %d: %s", client, short_reason(error))
-        c.screen()
         for client in sorted(unanswered):
             log.warning("client %d has not answered; it is not asked again until it says hello", client)
             self.nodes.pop(client, None)
         self._asked = {}
-        if not c.enough:
-            self._too_few(len(c.answered), "have answered")
-        record = c.close()
-        if record is None:
-            return None, None
-        if self.on_round is not None:
-            self.on_round(record)
-        metrics = {
-            k: v for k in ("train_loss", "test_loss", "test_metric") if (v := getattr(record, k)) is not None
-        }
-        return to_array_record({"x": c.server.x}), MetricRecord(metrics)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Return nothing: the server evaluates on its own test data."""
+        """Return the requests to evaluate the model at all connected clients; none if that is not due."""
         del server_round, arrays, config, grid
-        return []
+        c = self.coordinator
+        if not c.awaits_evaluation:
+            return []
+        return [
+            Message(
+                evaluate_content(request),
+                dst_node_id=self.nodes[request.client],
+                message_type="evaluate",
+                ttl=self.round_timeout,
+                group_id=str(request.stamp.round),
+            )
+            for request in c.ask_evaluation(self.available)
+        ]
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Return nothing: clients do not evaluate."""
-        del server_round, replies
-        return None
+        """Check the clients' evaluations, and add them to the record of the round; return their metrics."""
+        del server_round
+        c = self.coordinator
+        metric = metric_name(c.task.metric)
+
+        def accept(client: int, content: RecordDict) -> None:
+            with c.noting_refusals(c.t):
+                reply = read_evaluation(content, metric)
+            c.consider_evaluation(client, reply)
+
+        self._read(replies, accept)
+        metrics = c.close_evaluation().metrics
+        return MetricRecord({k: v for k, v in metrics.items() if k.startswith(BY_CLIENT)})
 
     def start(self, grid: Grid, *_: Any, **__: Any) -> Result:
         """Run the remaining rounds; the coordinator replaces the other arguments of Flower's strategies."""
         c, result = self.coordinator, Result()
         self.summary()
         self._wait(grid, c.n)  # for all clients, if they connect in time
+        if c.awaits_evaluation:  # the server was stopped while clients evaluated its last round
+            self._end_round(grid, result)
         while not c.over():
             self._wait(grid, c.needed)
             t = c.t + 1
@@ -179,7 +218,20 @@ class Strategy(FlowerStrategy):
             arrays, metrics = self.aggregate_train(t, self._exchange(grid, messages))
             if arrays is not None and metrics is not None:
                 result.arrays, result.train_metrics_clientapp[t] = arrays, metrics
+                self._end_round(grid, result)
         return result
+
+    def _end_round(self, grid: Grid, result: Result) -> None:
+        """Let the clients evaluate the model of the last round, if that is due, and report the round."""
+        c = self.coordinator
+        if c.awaits_evaluation:
+            self.update_nodes(grid)
+            messages = list(self.configure_evaluate(c.t, result.arrays, ConfigRecord(), grid))
+            replies = self._exchange(grid, messages, lambda _: SizeLimit())
+            if metrics := self.aggregate_evaluate(c.t, replies):
+                result.evaluate_metrics_clientapp[c.t] = metrics
+        if self.on_round is not None:
+            self.on_round(c.history[-1])
 
     # Which clients are connected.
 
@@ -288,13 +340,19 @@ class Strategy(FlowerStrategy):
 
     # Messages of a round.
 
-    def _exchange(self, grid: Grid, messages: list[Message]) -> list[Message]:
-        """Send the messages of a round, and collect the replies that arrive in time."""
+    def _exchange(
+        self, grid: Grid, messages: list[Message], limit: Callable[[int], SizeLimit] | None = None
+    ) -> list[Message]:
+        """Send the messages of a round, and collect the replies that arrive in time.
+
+        ``limit`` returns the size limit of a client's reply; by default, that of a reply of training.
+        """
         clients, replies = {node: client for client, node in self.nodes.items()}, []
         pushed = zip(grid.push_messages(messages) if messages else [], messages, strict=True)
         nodes = {message_id: message.metadata.dst_node_id for message_id, message in pushed if message_id}
         self._asked = {message_id: clients[node] for message_id, node in nodes.items()}
-        limits = {message_id: self._limit(client) for message_id, client in sorted(self._asked.items())}
+        limit = limit or self._limit
+        limits = {message_id: limit(client) for message_id, client in sorted(self._asked.items())}
         until, inbox = time.monotonic() + self.round_timeout, self._inbox_of(grid)
         while limits and time.monotonic() < until:
             for message_id, message in inbox.collect(limits):
@@ -309,7 +367,7 @@ class Strategy(FlowerStrategy):
                 if isinstance(message, TooLargeError):
                     self._bar(nodes[message_id], message)
             if limits:
-                time.sleep(self.poll)
+                time.sleep(min(self.poll, POLL_PER_MESSAGE * len(limits)))
         inbox.forget(limits)
         return replies
 

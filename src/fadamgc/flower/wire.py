@@ -22,7 +22,16 @@ from fadamgc.federation.computing import Computing
 from fadamgc.federation.gradients import GradientOptions
 from fadamgc.federation.settings import Settings
 from fadamgc.files import as_json
-from fadamgc.flower.protocol import RefusedError, Reply, Request, Stamp, TrainRequest, describe
+from fadamgc.flower.protocol import (
+    EvaluateReply,
+    EvaluateRequest,
+    RefusedError,
+    Reply,
+    Request,
+    Stamp,
+    TrainRequest,
+    describe,
+)
 from fadamgc.loading import untrusted
 from fadamgc.methods import algorithm_name, make_algorithm
 
@@ -187,10 +196,61 @@ def read_hello(content: RecordDict, clients: int) -> tuple[int, int]:
     return client, samples
 
 
+# Evaluation at the clients.
+
+
+def evaluate_content(request: EvaluateRequest) -> RecordDict:
+    """Convert a request to evaluate to the content of a message."""
+    computing = {key: value for key, value in request.computing._asdict().items() if value is not None}
+    config = {**_header(request), "metric": request.metric, "seed": request.seed, **computing}
+    arrays = {"down": to_array_record({"x": request.x}), "buffers": to_array_record(request.buffers)}
+    return RecordDict({"request": ConfigRecord(config), **arrays})
+
+
+def read_evaluate(content: RecordDict) -> EvaluateRequest:
+    """Read the request to evaluate in a message; refuse any other message."""
+    config = _config(content, "request")
+    computing: Any = {key: config[key] for key in Computing._fields if key in config}
+    try:
+        settings = Settings.of(rounds=1, seed=_get(config, "seed", int), **computing)
+    except (InputError, ValueError, TypeError) as error:
+        raise RefusedError("request", f"the server's request cannot be understood: {error}") from None
+    request = EvaluateRequest(
+        *_read_header(config),
+        metric=_get(config, "metric", str),
+        seed=settings.seed,
+        computing=settings.computing,
+        x=from_array_record(content.get("down"), ["x"])["x"],
+        buffers=from_array_record(content.get("buffers")),
+    )
+    if not request.is_possible():
+        raise RefusedError(
+            "request", f"a request to evaluate after {describe(request.stamp)} is not possible"
+        )
+    return request
+
+
+def evaluation_content(reply: EvaluateReply) -> RecordDict:
+    """Convert the reply to a request to evaluate to the content of a message."""
+    config = ConfigRecord({**_header(reply), "held-out": reply.held_out})
+    return RecordDict({"reply": config, "metrics": MetricRecord({reply.metric: reply.value})})
+
+
+def read_evaluation(content: RecordDict, metric: str) -> EvaluateReply:
+    """Read the value of a metric in a message; refuse any other message, and other metrics."""
+    _raise_refusal(content)
+    header, metrics = _config(content, "reply"), content.get("metrics")
+    if not isinstance(metrics, MetricRecord) or set(metrics) != {metric}:
+        names = sorted(metrics) if isinstance(metrics, MetricRecord) else "no metrics"
+        raise RefusedError("metric", f"it has {shown(names)}, not [{metric!r}]")
+    value, held_out = _get(metrics, metric, float), _get(header, "held-out", bool)
+    return EvaluateReply(*_read_header(header), metric, value, held_out)
+
+
 # Parts of messages.
 
 
-def _header(message: Request | Reply) -> dict[str, Any]:
+def _header(message: Request | Reply | EvaluateRequest | EvaluateReply) -> dict[str, Any]:
     return dict(zip(HEADER, (*message[:3], *message.stamp), strict=True))
 
 

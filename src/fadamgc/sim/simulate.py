@@ -200,6 +200,11 @@ def start(
         )
     if not isinstance(task, Task):
         raise InputError(f"task={type(task).__name__} is not a task; give a fadamgc.Task")
+    if not task.n:
+        raise InputError(
+            f"task={task.name!r} has clients=None, which is for the server of a federation; give the data of "
+            "the clients"
+        )
     if options.keep == "best" and task.test is None:
         raise InputError("keep='best' without test data; give the task a test set")
     if settings.target is not None and task.test is None:

@@ -76,6 +76,10 @@ def function_task(spec: FunctionTask, seed: int, validation: float) -> Task:
         raise InputError(
             f"[task] data={spec.data!r} returns a {type(task).__name__}; it must return a fadamgc.Task"
         )
+    if not task.n:
+        raise InputError(
+            f"[task] data={spec.data!r} returns a task with clients=None; give the clients' data"
+        )
     if not validation:
         return task
     if not holds_out:
