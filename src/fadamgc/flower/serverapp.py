@@ -33,6 +33,15 @@ def server_app(load: Callable[[Context], Task | ServerData]) -> ServerApp:
     Args:
         load: function of Flower's context that returns model, loss and (inputs, targets) to test on; or a
             Task, for a metric other than accuracy. The clients of the task are not used.
+
+    Example:
+        >>> import fadamgc.flower, torch
+        >>> def load(context):  # model, loss and test data
+        ...     test = torch.ones(8, 3), torch.zeros(8, 1)
+        ...     return torch.nn.Linear(3, 1), torch.nn.functional.mse_loss, test
+        >>> app = fadamgc.flower.server_app(load)
+        >>> type(app).__name__
+        'ServerApp'
     """
     app = ServerApp()
 
