@@ -8,7 +8,7 @@ WORKERS ?= 2
 SEED    ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo quick test test-e2e test-wheel fuzz docs results bench check format clean
+.PHONY: help install demo quick test test-e2e test-wheel fuzz tables docs docs-serve results bench check format clean
 
 help:  ## Show this list
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -50,9 +50,16 @@ test-wheel: install  ## Build the wheel, and use it in an environment with its r
 fuzz: install  ## Try bad input of every kind; SEED=1 BUDGET='specs=20000 arguments=5000' for other and more cases
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --seed $(SEED) --processes $(WORKERS) $(BUDGET)
 
-docs: install  ## Write the generated tables of README.md and docs/*.md
+tables: install  ## Write the generated tables of README.md and docs/*.md
 	$(BIN)/python docs/tables.py
 	$(BIN)/python -m fadamgc.paper.comparison results docs/results.md
+
+MKDOCS := NO_MKDOCS_2_WARNING=1 OMP_NUM_THREADS=1 $(BIN)/mkdocs
+docs: tables  ## Write the tables and build the site into site/, strictly
+	$(MKDOCS) build --strict --quiet
+
+docs-serve: install  ## Show the site on http://127.0.0.1:8000 and follow changes of the pages
+	$(MKDOCS) serve --dev-addr 127.0.0.1:8000
 
 results: install  ## Write docs/results.md from the records under results/
 	$(BIN)/python -m fadamgc.paper.comparison results docs/results.md

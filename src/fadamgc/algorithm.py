@@ -57,6 +57,10 @@ class Cohort(NamedTuple):
     """The clients of a round, as numbers for ``aggregate``.
 
     With weighted aggregation, n and S are sums of weights; the mean weight of all clients is 1.
+
+    >>> cohort = Cohort(n=100, S=10, K=20.0, t=1)
+    >>> cohort.S / cohort.n
+    0.1
     """
 
     n: float  # number of all clients
@@ -67,7 +71,17 @@ class Cohort(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm(ABC, Generic[ServerT, DownT, ClientT, LocalT, UpT]):
-    """A federated optimizer: hyperparameters as fields, update rules as pure methods."""
+    """A federated optimizer: hyperparameters as fields, update rules as pure methods.
+
+    >>> import fadamgc
+    >>> algo = fadamgc.FedAvg(eta_l=0.5)
+    >>> server, client = algo.init_server(torch.zeros(2)), algo.init_client(torch.zeros(2))
+    >>> down = algo.broadcast(server)
+    >>> x, local = algo.step(down, client, algo.begin(down, client), down.x, torch.tensor([1.0, -1.0]))
+    >>> client, up = algo.finish(down, client, local, x, 1, True)
+    >>> algo.aggregate(server, up, Cohort(n=1, S=1, K=1)).x
+    tensor([-0.5000,  0.5000])
+    """
 
     title: ClassVar[str]
     """The name in tables and legends."""
@@ -196,7 +210,13 @@ AnyAlgorithm: TypeAlias = Algorithm[Any, Any, Any, Any, Any]
 
 
 def add(a: StateT, b: StateT) -> StateT:
-    """Add the messages of two clients field by field (``+`` would join the tuples)."""
+    """Add the messages of two clients field by field (``+`` would join the tuples).
+
+    >>> import fadamgc
+    >>> up = example(fadamgc.FAdamGC(), torch.zeros(2)).up._replace(dy=torch.ones(2))
+    >>> add(up, up).dy
+    tensor([2., 2.])
+    """
     return map_leaves(torch.add, a, b)
 
 

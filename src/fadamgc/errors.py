@@ -18,23 +18,68 @@ INT64_MAX = 2**63 - 1
 
 
 class FadamgcError(Exception):
-    """Base class of all errors that this package raises on purpose."""
+    """Base class of all errors that this package raises on purpose.
+
+    >>> import fadamgc
+    >>> try:
+    ...     fadamgc.FAdamGC(beta1=2)
+    ... except fadamgc.FadamgcError as error:
+    ...     print(error)
+    FAdamGC.beta1=2 is not accepted; it must be a number with 0 <= value < 1
+    """
 
 
 class InputError(FadamgcError, ValueError):
-    """A setting, a data set or a model that cannot be used."""
+    """A setting, a data set or a model that cannot be used.
+
+    >>> import fadamgc
+    >>> fadamgc.make_algorithm("fedavg", eta=0.1)
+    Traceback (most recent call last):
+    fadamgc.errors.InputError: fedavg has no setting 'eta'; did you mean 'eta_l'?; it has eta_l, eta_g
+    """
 
 
 class CheckpointError(FadamgcError):
-    """A checkpoint or a saved run that is damaged, incomplete or from another experiment."""
+    """A checkpoint or a saved run that is damaged, incomplete or from another experiment.
+
+    >>> import fadamgc
+    >>> fadamgc.load_run("a/folder/without/a/run")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    fadamgc.errors.CheckpointError: ...
+    """
 
 
 class OtherRunError(CheckpointError):
-    """A checkpoint from a run with another algorithm, other settings or another task."""
+    """A checkpoint from a run with another algorithm, other settings or another task.
+
+    >>> import fadamgc, tempfile, torch
+    >>> data = [(torch.randn(8, 3), torch.randn(8, 1)) for _ in range(4)]
+    >>> task = fadamgc.Task(torch.nn.Linear(3, 1), torch.nn.functional.mse_loss, data)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     run = fadamgc.simulate(fadamgc.FedAvg(), task, rounds=1, checkpoint=folder)
+    ...     try:
+    ...         fadamgc.simulate(fadamgc.FAdamGC(), task, rounds=2, checkpoint=folder, resume=True)
+    ...     except fadamgc.OtherRunError as error:
+    ...         print("not resumed")
+    not resumed
+    """
 
 
 class CheckpointInUseError(CheckpointError):
-    """A checkpoint folder that another run is using."""
+    """A checkpoint folder that another run is using.
+
+    >>> import fadamgc, tempfile, torch
+    >>> data = [(torch.randn(8, 3), torch.randn(8, 1)) for _ in range(4)]
+    >>> task = fadamgc.Task(torch.nn.Linear(3, 1), torch.nn.functional.mse_loss, data)
+    >>> def again(end):  # a second run, while the first one is writing its checkpoint
+    ...     fadamgc.simulate(fadamgc.FedAvg(), task, rounds=2, checkpoint=folder, resume=True)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     try:
+    ...         fadamgc.simulate(fadamgc.FedAvg(), task, rounds=2, checkpoint=folder, callbacks=[again])
+    ...     except fadamgc.CheckpointInUseError as error:
+    ...         print("another run is writing there")
+    another run is writing there
+    """
 
 
 class UnwritableError(CheckpointError):
@@ -54,6 +99,16 @@ class NonFiniteError(FadamgcError):
         round: number of the round, from 1.
         step: number of the local step, from 1; None if repeating the round did not reproduce the error.
         what: name of the value that was not finite, or the whole message if ``client`` is None.
+
+    Example:
+        >>> import fadamgc, torch
+        >>> data = [(torch.randn(8, 3), torch.randn(8, 1)) for _ in range(4)]
+        >>> task = fadamgc.Task(torch.nn.Linear(3, 1), torch.nn.functional.mse_loss, data)
+        >>> try:
+        ...     fadamgc.simulate(fadamgc.FedAvg(eta_l=1e30), task, rounds=5, local_steps=5, seed=0)
+        ... except fadamgc.NonFiniteError as error:
+        ...     print("round", error.round)
+        round 1
     """
 
     def __init__(self, client: int | None, round: int, step: int | None, what: str) -> None:

@@ -1,7 +1,22 @@
 """Hyperparameters that check their values: fields for the dataclass of an algorithm.
 
-eta_l: float = positive(1e-3)
-init: str = choice("zero", "gradient")      # the first option is the default
+>>> @dataclasses.dataclass(frozen=True)
+... class Rule:
+...     eta_l: float = positive(0.1)
+...     weight_decay: float = nonnegative(0.0)
+...     v0: float | None = optional_nonnegative()
+...     beta: float = decay(0.9)
+...     alpha: float = share(1.0)
+...     p: float | None = optional_share()
+...     option: str = choice("mean", "sum")  # the first is the default
+...     nesterov: bool = flag(False)
+...     def __post_init__(self):
+...         check_fields(self)
+>>> Rule(option="sum").option
+'sum'
+>>> Rule(beta=1)
+Traceback (most recent call last):
+fadamgc.errors.InputError: Rule.beta=1 is not accepted; it must be a number with 0 <= value < 1
 """
 
 from __future__ import annotations
@@ -14,6 +29,18 @@ from typing import Any, TypeVar
 
 from fadamgc.errors import InputError, not_accepted, real
 from fadamgc.schedules import as_schedule, is_lost
+
+__all__ = [
+    "check_fields",
+    "choice",
+    "decay",
+    "flag",
+    "nonnegative",
+    "optional_nonnegative",
+    "optional_share",
+    "positive",
+    "share",
+]
 
 T = TypeVar("T")
 

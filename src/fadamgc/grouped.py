@@ -24,10 +24,19 @@ from torch import Tensor
 from fadamgc.algorithm import Algorithm, ClientT, Cohort, DownT, LocalT, ServerT, UpT
 from fadamgc.fields import internal
 
+__all__ = ["GroupedAlgorithm"]
+
 
 @dataclasses.dataclass(frozen=True)
 class GroupedAlgorithm(Algorithm[ServerT, DownT, ClientT, LocalT, UpT]):
-    """A federated optimizer for clients in groups. Without groups, all clients are one group."""
+    """A federated optimizer for clients in groups. Without groups, all clients are one group.
+
+    >>> import fadamgc, torch
+    >>> algo = fadamgc.MTGC(eta_l=0.1).for_groups([2, 3])
+    >>> server = algo.start_round(algo.init_server(torch.zeros(4)))
+    >>> algo.broadcast_to(server, 1).x.shape
+    torch.Size([4])
+    """
 
     first_only: ClassVar[tuple[str, ...]] = ()
     """Fields of ``down`` that clients receive only in the first group round of a global round."""

@@ -12,6 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+__all__ = ["accuracy", "classification", "macro_f1"]
+
 
 def accuracy(output: Tensor, target: Tensor) -> float:
     """Return the share of correct predictions, over all positions with a label (one that is not negative).
@@ -52,7 +54,12 @@ def class_accuracies(output: Tensor, target: Tensor) -> dict[str, float]:
 
 
 def classification(output: Tensor, target: Tensor) -> dict[str, float]:
-    """Return accuracy, macro-F1, the accuracy of the worst class, and the accuracy of each class."""
+    """Return accuracy, macro-F1, the accuracy of the worst class, and the accuracy of each class.
+
+    >>> output = torch.tensor([[2.0, 1.0], [1.0, 2.0], [1.0, 2.0], [2.0, 1.0]])
+    >>> classification(output, torch.tensor([0, 1, 1, 1]))["worst class"]
+    0.6666666666666666
+    """
     each = class_accuracies(output, target)
     return {
         "accuracy": accuracy(output, target),

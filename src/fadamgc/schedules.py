@@ -17,10 +17,22 @@ from typing import Any, ClassVar, Self
 from fadamgc.errors import InputError, nearest, not_accepted, real, reason, shown, whole
 from fadamgc.loading import is_trusted, load_object, reference_of
 
+__all__ = ["Schedule", "constant", "cosine", "exponential", "function", "linear", "step", "warmup"]
+
 
 @dataclass(frozen=True)
 class Schedule(ABC):
-    """A number that depends on the round."""
+    """A number that depends on the round.
+
+    >>> @dataclass(frozen=True)
+    ... class Alternating(Schedule):
+    ...     name = "alternating"
+    ...     value: float
+    ...     def at(self, t):
+    ...         return self.value if t % 2 else 0.0
+    >>> [Alternating(0.1).at(t) for t in (1, 2, 3)]
+    [0.1, 0.0, 0.1]
+    """
 
     name: ClassVar[str]
     """The first key of its table in a spec; its value is the first field."""
@@ -67,7 +79,11 @@ class Schedule(ABC):
 
 @dataclass(frozen=True)
 class Constant(Schedule):
-    """The same value in all rounds."""
+    """The same value in all rounds.
+
+    >>> [constant(0.1).at(t) for t in (1, 100)]
+    [0.1, 0.1]
+    """
 
     name: ClassVar[str] = "constant"
     value: float
@@ -111,7 +127,11 @@ class Step(Schedule):
 
 @dataclass(frozen=True)
 class Exponential(Schedule):
-    """Multiply the value by a factor after each round: value * factor ** (t - 1)."""
+    """Multiply the value by a factor after each round: value * factor ** (t - 1).
+
+    >>> [exponential(1.0, factor=0.5).at(t) for t in (1, 2, 3)]
+    [1.0, 0.5, 0.25]
+    """
 
     name: ClassVar[str] = "exponential"
     value: float
@@ -151,6 +171,9 @@ class Linear(_Decay):
     """Go from the value in round 1 to ``end`` after the last round, in equal steps.
 
     ``rounds`` None is the number of rounds of the run.
+
+    >>> [linear(1.0, rounds=4).at(t) for t in (1, 2, 3, 4)]
+    [1.0, 0.75, 0.5, 0.25]
     """
 
     name: ClassVar[str] = "linear"
@@ -210,6 +233,9 @@ class Function(Schedule):
 
     The file of a run has the function's module and name. Reading it does not import the module: to resume
     such a run, give the function again.
+
+    >>> [function(lambda t: 1 / t).at(t) for t in (1, 2, 4)]
+    [1.0, 0.5, 0.25]
     """
 
     name: ClassVar[str] = "function"

@@ -13,6 +13,8 @@ from typing import Any
 from fadamgc.errors import InputError, nearest
 from fadamgc.sim.engine import RoundEnd
 
+__all__ = ["mlflow", "tensorboard"]
+
 VARIABLE = "FADAMGC_TRACK"  # environment variable that worker processes inherit: some of TRACKERS
 TRACKERS = ("tensorboard", "mlflow")
 NUMBERS = (  # of a record
@@ -23,7 +25,16 @@ Tracker = Callable[[RoundEnd], None]
 
 
 def tensorboard(folder: str | Path) -> Tracker:
-    """Write every round to a folder that ``tensorboard --logdir`` shows."""
+    """Write every round to a folder that ``tensorboard --logdir`` shows.
+
+    >>> import fadamgc, tempfile, torch
+    >>> data = [(torch.randn(8, 3), torch.randn(8, 1)) for _ in range(4)]
+    >>> task = fadamgc.Task(torch.nn.Linear(3, 1), torch.nn.functional.mse_loss, data)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     run = fadamgc.simulate(fadamgc.FedAvg(), task, rounds=2, callbacks=[tensorboard(folder)])
+    ...     [file.name.startswith("events") for file in Path(folder).iterdir()]
+    [True]
+    """
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
@@ -51,6 +62,16 @@ def mlflow(
         experiment: name of the experiment that the run belongs to.
         parameters: stored with the run, e.g. the hyperparameters.
         uri: address of the tracking server, or a folder; None is MLflow's default.
+
+    Example:
+        >>> import fadamgc, tempfile, torch
+        >>> data = [(torch.randn(8, 3), torch.randn(8, 1)) for _ in range(4)]
+        >>> task = fadamgc.Task(torch.nn.Linear(3, 1), torch.nn.functional.mse_loss, data)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     track = mlflow("first", uri=f"file:{folder}/mlruns")
+        ...     run = fadamgc.simulate(fadamgc.FedAvg(), task, rounds=2, callbacks=[track])
+        ...     [len(run.history), any(Path(folder).rglob("train_loss"))]
+        [2, True]
     """
     try:
         from mlflow import MlflowClient

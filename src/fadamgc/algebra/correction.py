@@ -18,6 +18,8 @@ from fadamgc.algorithm import Cohort, Empty, Flag, Steps
 from fadamgc.fields import check_fields, choice, nonnegative, share
 from fadamgc.rules import select
 
+__all__ = ["Correction", "Direction", "NoCorrection", "Post", "Pre", "PreDirection", "Proximal"]
+
 
 @dataclass(frozen=True)
 class Correction:
@@ -26,6 +28,15 @@ class Correction:
     ``down`` is the message to the client: ``down.x`` is the model and ``down.correction`` the server's state
     of the correction. ``client`` and ``local`` are the client's states of the correction, between rounds and
     between steps.
+
+    >>> @dataclass(frozen=True)
+    ... class Halved(Correction):
+    ...     title = "halved"
+    ...     def before(self, down, client, local, x, g):
+    ...         return g / 2, local
+    >>> import fadamgc
+    >>> fadamgc.compose(correction=Halved()).title
+    'SGD x halved x Average'
     """
 
     title: ClassVar[str] = ""
@@ -80,7 +91,12 @@ class Correction:
 
 @dataclass(frozen=True)
 class NoCorrection(Correction):
-    """Clients step along their own gradients."""
+    """Clients step along their own gradients.
+
+    >>> import fadamgc
+    >>> fadamgc.compose(fadamgc.local.Momentum(), fadamgc.correction.NoCorrection()).title
+    'Momentum (m reset) x none x Average'
+    """
 
     title: ClassVar[str] = "none"
 
@@ -91,6 +107,11 @@ class Proximal(Correction):
 
     Args:
         mu: weight of the term.
+
+    Example:
+        >>> import fadamgc
+        >>> fadamgc.compose(fadamgc.local.Momentum(), fadamgc.correction.Proximal(mu=0.1)).title
+        'Momentum (m reset) x proximal x Average'
 
     References:
         Li et al. 2020, Federated Optimization in Heterogeneous Networks.
@@ -125,6 +146,11 @@ class Pre(Correction):
 
     Args:
         init: "zero", or "gradient" to start y_i and y at the clients' gradients at the initial model.
+
+    Example:
+        >>> import fadamgc
+        >>> fadamgc.compose(fadamgc.local.Momentum(), fadamgc.correction.Pre()).title
+        'Momentum (m reset) x pre x Average'
     """
 
     title: ClassVar[str] = "pre"
@@ -171,6 +197,10 @@ class Post(Correction):
 
     y_i = y_i - y + (x - x_i) / (K eta_l)          if tracked, else unchanged
     y   = y + (1/n) sum of (y_i new - y_i old)     over the tracked clients
+
+    >>> import fadamgc
+    >>> fadamgc.compose(fadamgc.local.Momentum(), fadamgc.correction.Post()).title
+    'Momentum (m reset) x post x Average'
     """
 
     title: ClassVar[str] = "post"
@@ -215,6 +245,11 @@ class Direction(Correction):
     Args:
         alpha: weight of the client's own direction d.
 
+    Example:
+        >>> import fadamgc
+        >>> fadamgc.compose(fadamgc.local.Momentum(), fadamgc.correction.Direction(alpha=0.3)).title
+        'Momentum (m reset) x direction x Average'
+
     References:
         Xu et al. 2021, FedCM: Federated Learning with Client-level Momentum.
     """
@@ -250,6 +285,11 @@ class PreDirection(Pre):
     Args:
         init: "zero", or "gradient" to start y_i and y at the clients' gradients at the initial model.
         alpha: weight of the client's own direction d.
+
+    Example:
+        >>> import fadamgc
+        >>> fadamgc.compose(fadamgc.local.Momentum(), fadamgc.correction.PreDirection(alpha=0.3)).title
+        'Momentum (m reset) x pre+direction x Average'
     """
 
     title: ClassVar[str] = "pre+direction"

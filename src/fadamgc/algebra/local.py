@@ -22,6 +22,8 @@ from fadamgc.algorithm import Empty
 from fadamgc.fields import check_fields, choice, decay, flag, nonnegative, positive
 from fadamgc.rules import adam_ratio, ema, number
 
+__all__ = ["SGD", "AdaGrad", "Adam", "AdamW", "Lion", "LocalRule", "Momentum", "RMSProp", "Sign"]
+
 Home: TypeAlias = Literal["reset", "keep", "share"]
 HOMES: tuple[Home, ...] = ("reset", "keep", "share")
 
@@ -32,6 +34,13 @@ class LocalRule(ABC):
 
     A custom rule is a frozen dataclass with the field ``eta_l``, one field for the home of each moment, and
     the methods ``start`` (unless it has no moments) and ``direction``, which are pure and for one client.
+
+    >>> @dataclass(frozen=True)
+    ... class Clipped(LocalRule):
+    ...     def direction(self, moments, x, g):
+    ...         return g.clamp(-1, 1), moments
+    >>> Clipped(eta_l=0.1).direction(Empty(), torch.zeros(2), torch.tensor([0.5, -3.0]))[0]
+    tensor([ 0.5000, -1.0000])
     """
 
     eta_l: float = positive(1e-2)
@@ -67,6 +76,11 @@ class SGD(LocalRule):
 
     Args:
         eta_l: local step size.
+
+    Example:
+        >>> rule, g = SGD(eta_l=0.1), torch.tensor([0.5, -2.0])
+        >>> rule.direction(rule.start(g), g, g)[0]
+        tensor([ 0.5000, -2.0000])
     """
 
     eta_l: float = positive(0.1)
@@ -81,6 +95,11 @@ class Sign(LocalRule):
 
     Args:
         eta_l: local step size.
+
+    Example:
+        >>> rule, g = Sign(), torch.tensor([0.5, -2.0])
+        >>> rule.direction(rule.start(g), g, g)[0]
+        tensor([ 1., -1.])
     """
 
     eta_l: float = positive(1e-3)
@@ -106,6 +125,11 @@ class Momentum(LocalRule):
         beta: decay of the momentum.
         nesterov: look ahead along the momentum.
         m: home of m between rounds: "reset", "keep" or "share".
+
+    Example:
+        >>> rule, g = Momentum(beta=0.5, nesterov=True), torch.tensor([0.5, -2.0])
+        >>> rule.direction(rule.start(g), g, g)[0]
+        tensor([ 0.7500, -3.0000])
     """
 
     eta_l: float = positive(0.1)
@@ -131,6 +155,11 @@ class Lion(LocalRule):
         beta2: decay of m.
         m: home of m between rounds: "reset", "keep" or "share".
 
+    Example:
+        >>> rule, g = Lion(beta1=0.9), torch.tensor([0.5, -2.0])
+        >>> rule.direction(rule.start(g), g, g)[0]
+        tensor([ 1., -1.])
+
     References:
         Chen et al. 2023, Symbolic Discovery of Optimization Algorithms.
     """
@@ -155,6 +184,11 @@ class AdaGrad(LocalRule):
         eta_l: local step size.
         eps: added to the denominator; with 0 a coordinate whose v is 0 does not move.
         v: home of v between rounds: "keep", "reset" or "share".
+
+    Example:
+        >>> rule, g = AdaGrad(eps=0), torch.tensor([0.5, 0.0])
+        >>> rule.direction(rule.start(g), g, g)[0]
+        tensor([1., 0.])
     """
 
     eta_l: float = positive(1e-2)
@@ -178,6 +212,11 @@ class RMSProp(LocalRule):
         beta2: decay of v.
         eps: added to the denominator; with 0 a coordinate whose v is 0 does not move.
         v: home of v between rounds: "keep", "reset" or "share".
+
+    Example:
+        >>> rule, g = RMSProp(beta2=0.75, eps=0), torch.tensor([0.5, -2.0])
+        >>> rule.direction(rule.start(g), g, g)[0]
+        tensor([ 2., -2.])
     """
 
     eta_l: float = positive(1e-3)
@@ -232,6 +271,11 @@ class Adam(LocalRule):
         m: home of the first moment between rounds: "reset", "keep" or "share".
         v: home of the second moment between rounds: "keep", "reset" or "share".
         v0: the value at which v starts.
+
+    Example:
+        >>> rule, g = Adam(beta1=0.5, beta2=0.75, eps=0), torch.tensor([0.5, -2.0])
+        >>> rule.direction(rule.start(g), g, g)[0]
+        tensor([ 1., -1.])
     """
 
     eta_l: float = positive(1e-3)
@@ -297,6 +341,11 @@ class AdamW(Adam):
         v0: the value at which v starts.
         weight_decay: the decay.
         decoupled: whether the decay is added to the step (AdamW) or to the gradient (L2 in Adam).
+
+    Example:
+        >>> rule, g = AdamW(beta1=0.5, beta2=0.75, eps=0, weight_decay=0.5), torch.tensor([0.5, -2.0])
+        >>> rule.direction(rule.start(g), g, g)[0]
+        tensor([ 1.2500, -2.0000])
 
     References:
         Loshchilov and Hutter 2019, Decoupled Weight Decay Regularization.

@@ -17,6 +17,8 @@ from fadamgc.algorithm import Empty
 from fadamgc.fields import check_fields, choice, decay, flag, nonnegative, optional_nonnegative, positive
 from fadamgc.rules import adam_ratio, ema, number
 
+__all__ = ["AMSGrad", "AdaGrad", "Adam", "Average", "Momentum", "Nesterov", "ServerRule", "Yogi"]
+
 
 @dataclass(frozen=True)
 class ServerRule(ABC):
@@ -24,6 +26,13 @@ class ServerRule(ABC):
 
     A custom rule is a frozen dataclass with the field ``eta_g`` and the methods ``start`` (unless it has no
     state) and ``step``, both pure.
+
+    >>> @dataclass(frozen=True)
+    ... class SignOfD(ServerRule):
+    ...     def step(self, state, x, D):
+    ...         return x + self.eta_g * D.sign(), state
+    >>> SignOfD(eta_g=0.5).step(Empty(), torch.zeros(2), torch.tensor([0.1, -3.0]))[0]
+    tensor([ 0.5000, -0.5000])
     """
 
     eta_g: float = positive(1.0)
@@ -51,6 +60,11 @@ class Average(ServerRule):
 
     Args:
         eta_g: global step size.
+
+    Example:
+        >>> rule, x, D = Average(eta_g=0.5), torch.zeros(2), torch.tensor([1.0, -2.0])
+        >>> rule.step(rule.start(x), x, D)[0]
+        tensor([ 0.5000, -1.0000])
     """
 
     def step(self, state: Empty, x: Tensor, D: Tensor) -> tuple[Tensor, Empty]:
@@ -68,6 +82,11 @@ class Momentum(ServerRule):
     Args:
         eta_g: global step size.
         beta: decay of the momentum.
+
+    Example:
+        >>> rule, x, D = Momentum(eta_g=0.5), torch.zeros(2), torch.tensor([1.0, -2.0])
+        >>> rule.step(rule.start(x), x, D)[0]
+        tensor([ 0.5000, -1.0000])
 
     References:
         Hsu et al. 2019, Measuring the Effects of Non-Identical Data Distribution.
@@ -93,6 +112,11 @@ class Nesterov(Momentum):
     Args:
         eta_g: global step size.
         beta: decay of the momentum.
+
+    Example:
+        >>> rule, x, D = Nesterov(eta_g=1.0, beta=0.5), torch.zeros(2), torch.tensor([1.0, -2.0])
+        >>> rule.step(rule.start(x), x, D)[0]
+        tensor([ 1.5000, -3.0000])
 
     References:
         Douillard et al. 2023, DiLoCo: Distributed Low-Communication Training of Language Models.
@@ -121,6 +145,11 @@ class Adam(ServerRule):
         tau: added to the denominator.
         v0: the value at which v starts; None is tau^2.
         bias_correction: divide m by 1 - beta1^t and v by 1 - beta2^t, where t is the round, from 1.
+
+    Example:
+        >>> rule, x, D = Adam(eta_g=1, beta2=0.75, tau=0), torch.zeros(2), torch.tensor([1.0, -2.0])
+        >>> rule.step(rule.start(x), x, D)[0]
+        tensor([ 0.2000, -0.2000])
 
     References:
         Reddi et al. 2020, Adaptive Federated Optimization.
@@ -162,6 +191,11 @@ class Yogi(Adam):
         v0: the value at which v starts; None is tau^2.
         bias_correction: divide m by 1 - beta1^t and v by 1 - beta2^t, where t is the round, from 1.
 
+    Example:
+        >>> rule, x, D = Yogi(eta_g=1, beta2=0.75, tau=0), torch.zeros(2), torch.tensor([1.0, -2.0])
+        >>> rule.step(rule.start(x), x, D)[0]
+        tensor([ 0.2000, -0.2000])
+
     References:
         Reddi et al. 2020, Adaptive Federated Optimization.
     """
@@ -179,6 +213,11 @@ class AdaGrad(ServerRule):
         eta_g: global step size.
         beta1: decay of the first moment; the paper's FedAdagrad has 0.
         tau: added to the denominator.
+
+    Example:
+        >>> rule, x, D = AdaGrad(eta_g=0.5, tau=0), torch.zeros(2), torch.tensor([1.0, -2.0])
+        >>> rule.step(rule.start(x), x, D)[0]
+        tensor([ 0.5000, -0.5000])
 
     References:
         Reddi et al. 2020, Adaptive Federated Optimization.
@@ -215,6 +254,11 @@ class AMSGrad(ServerRule):
         beta2: decay of the second moment.
         eps: lower bound of v_hat ("fedams"), or added to the denominator ("amsgrad").
         option: "fedams" (the paper's option 1) or "amsgrad" (option 2).
+
+    Example:
+        >>> rule, x, D = AMSGrad(eta_g=1.0, beta1=0.5, beta2=0.75), torch.zeros(2), torch.tensor([1.0, -2.0])
+        >>> rule.step(rule.start(x), x, D)[0]
+        tensor([ 1., -1.])
 
     References:
         Wang et al. 2022, Communication-Efficient Adaptive Federated Learning.

@@ -25,7 +25,12 @@ STREAM = 0x70617274  # "part" in ASCII; no other random numbers use this number 
 
 @dataclass(frozen=True, eq=False)
 class Partition:
-    """The samples of every client."""
+    """The samples of every client.
+
+    >>> partition = shards([0, 0, 0, 1, 1, 1], clients=2, seed=0, shards_per_client=1)
+    >>> [rows.tolist() for rows in partition]
+    [[0, 1, 2], [3, 4, 5]]
+    """
 
     indices: tuple[IntArray, ...]
     """For each client, the sorted positions of its samples."""

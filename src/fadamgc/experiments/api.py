@@ -159,6 +159,16 @@ def report(
 
     Returns:
         The results; the files are in the folder.
+
+    Example:
+        >>> import fadamgc, tempfile, torch
+        >>> data = [(torch.randn(8, 3), torch.randint(2, (8,))) for _ in range(4)]
+        >>> task = fadamgc.Task(torch.nn.Linear(3, 2), torch.nn.functional.cross_entropy, data, data[0])
+        >>> runs = [fadamgc.simulate(fadamgc.FedAvg(), task, rounds=2, seed=seed) for seed in (0, 1)]
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     results = fadamgc.report({"FedAvg": runs}, folder)
+        >>> [row.method.label for row in results.rows]
+        ['FedAvg']
     """
     pairs = _runs_by_label(runs)
     out = Path(out)

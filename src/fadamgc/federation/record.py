@@ -97,7 +97,15 @@ def _work_columns() -> Any:
 
 @dataclass(frozen=True)
 class Record:
-    """One round. Values of an evaluation are None in rounds that were not evaluated."""
+    """One round. Values of an evaluation are None in rounds that were not evaluated.
+
+    >>> import fadamgc, torch
+    >>> data = [(torch.randn(8, 3), torch.randn(8, 1)) for _ in range(4)]
+    >>> task = fadamgc.Task(torch.nn.Linear(3, 1), torch.nn.functional.mse_loss, data)
+    >>> record = fadamgc.simulate(fadamgc.FedAvg(), task, rounds=2, sampled=3).history[-1]
+    >>> record.round, len(record.sampled), record.bytes_down  # 3 models of 4 numbers, 4 bytes each
+    (2, 3, 48)
+    """
 
     round: int  # from 1
     train_loss: float | None  # mean over clients of the mean over local steps

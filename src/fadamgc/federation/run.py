@@ -59,6 +59,16 @@ class Run:
         goal: "max" if larger values of the metric are better, "min" if smaller ones are.
         best: round, metric and model of the best round, with ``simulate(keep="best")``, or of an experiment
             with ``save_models="best"`` (then without the model, which is in a file); None otherwise.
+
+    Example:
+        >>> import fadamgc, torch
+        >>> data = [(torch.randn(8, 3), torch.randn(8, 1)) for _ in range(4)]
+        >>> task = fadamgc.Task(torch.nn.Linear(3, 1), torch.nn.functional.mse_loss, data)
+        >>> run = fadamgc.simulate(fadamgc.FAdamGC(), task, rounds=3, local_steps=5)
+        >>> run
+        Run('fadamgc' on 'task', rounds=3)
+        >>> run.x.shape, len(run.to_pandas()), type(run.model).__name__
+        (torch.Size([4]), 3, 'Linear')
     """
 
     algorithm: AnyAlgorithm | None

@@ -78,6 +78,11 @@ class Settings:
         autocast: "bf16": the operations of the model that allow it run in bfloat16; None: all in ``dtype``.
         channels_last: whether images and kernels of convolutions have their channels last, which is faster on
             many GPUs. None or False: as torch has them.
+
+    Example:
+        >>> import fadamgc
+        >>> fadamgc.Settings(rounds=10, sampled=5, local_steps=20).batch_size is None
+        True
     """
 
     rounds: int

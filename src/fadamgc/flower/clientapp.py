@@ -41,6 +41,16 @@ def client_app(load: Callable[[Context], ClientPart]) -> ClientApp:
         load: function of Flower's context that returns model, loss and this client's (inputs, targets); or
             model, loss, data and this client's test data (None: it has none), for ``eval-clients``; or a
             ``Task`` whose only client this is (with ``transform``, ``lazy`` or ``collate``, for example).
+
+    Example:
+        >>> import fadamgc.flower, torch
+        >>> def load(context):  # model, loss and the data of the client whose number is in the node's config
+        ...     number = int(context.node_config["partition-id"])
+        ...     data = torch.full((8, 3), float(number)), torch.zeros(8, 1)
+        ...     return torch.nn.Linear(3, 1), torch.nn.functional.mse_loss, data
+        >>> app = fadamgc.flower.client_app(load)
+        >>> type(app).__name__
+        'ClientApp'
     """
     app = ClientApp()
 

@@ -37,6 +37,15 @@ def server_app(load: Callable[[Context], Task | ServerData]) -> ServerApp:
         load: function of Flower's context that returns model and loss; or model, loss and (inputs, targets)
             to test on; or a ``Task``, for a metric other than accuracy: ``Task(model, loss, clients=None,
             test=test, metric="loss")``. The clients of a task are not used.
+
+    Example:
+        >>> import fadamgc.flower, torch
+        >>> def load(context):  # model, loss and test data
+        ...     test = torch.ones(8, 3), torch.zeros(8, 1)
+        ...     return torch.nn.Linear(3, 1), torch.nn.functional.mse_loss, test
+        >>> app = fadamgc.flower.server_app(load)
+        >>> type(app).__name__
+        'ServerApp'
     """
     app = ServerApp()
 

@@ -66,6 +66,17 @@ class Strategy(FlowerStrategy):
         poll: longest pause, in seconds, between two checks for replies; it is shorter with few clients.
         bind_clients: accept a client only from the node key that it first used. Otherwise any node can act as
             any client that has no other node.
+
+    Example:
+        >>> import fadamgc, tempfile, torch
+        >>> from fadamgc.flower.config import read_config
+        >>> data = [(torch.randn(8, 3), torch.randn(8, 1))]
+        >>> task = fadamgc.Task(torch.nn.Linear(3, 1), torch.nn.functional.mse_loss, data)
+        >>> config = read_config({"experiment": "first", "clients": 4, "algorithm": "fadamgc"})
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     strategy = Strategy(Coordinator(task, config, folder), round_timeout=60.0)
+        >>> strategy.coordinator.n
+        4
     """
 
     def __init__(

@@ -68,7 +68,11 @@ ENTRY_POINTS = "fadamgc.algorithms"  # the group in which a package can name its
 
 
 def algorithms() -> tuple[str, ...]:
-    """Return the names of all registered algorithms, and of those in the entry points of other packages."""
+    """Return the names of all registered algorithms, and of those in the entry points of other packages.
+
+    >>> algorithms()[:3]
+    ('fadamgc', 'fa_nt', 'fa_nt_local')
+    """
     _register_entry_points()
     return tuple(_REGISTRY)
 
@@ -93,6 +97,13 @@ def register(name: str, cls: type[Any]) -> None:
     make it known to the command ``fadamgc`` as well, call this function in a module and give that with
     ``--import my_module``, or name the class in an entry point of the group ``fadamgc.algorithms``. Without
     any registration, specs and the command know a class as ``"my_module:MyMethod"``.
+
+    >>> import fadamgc
+    >>> class MyAverage(fadamgc.FedAvg):
+    ...     title = "My average"
+    >>> register("my_average", MyAverage)
+    >>> make_algorithm("my_average", eta_l=0.5)
+    MyAverage(eta_l=0.5, eta_g=1.0)
     """
     if not name.isidentifier():
         raise InputError(f"name={name!r} is not accepted; it must be an identifier such as 'my_method'")

@@ -21,6 +21,11 @@ class ImageInput(nn.Module):
         std: standard deviation of the pixels of each colour.
         augment: "none", "flip" (half of the images, left to right) or "crop-flip" (also shifted by up to
             an eighth of the side, with a border of the mean colour).
+
+    Example:
+        >>> images = torch.full((1, 1, 8, 8), 255, dtype=torch.uint8)
+        >>> ImageInput(mean=[0.5], std=[0.25])(images).unique()
+        tensor([2.])
     """
 
     mean: Tensor

@@ -45,6 +45,17 @@ def load_run(path: str | Path, task: Task | None = None) -> Run:
     Args:
         path: the folder.
         task: the task of the run, for ``run.model``.
+
+    Example:
+        >>> import fadamgc, tempfile, torch
+        >>> data = [(torch.randn(8, 3), torch.randn(8, 1)) for _ in range(4)]
+        >>> task = fadamgc.Task(torch.nn.Linear(3, 1), torch.nn.functional.mse_loss, data)
+        >>> run = fadamgc.simulate(fadamgc.FAdamGC(), task, rounds=2)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     run.save(folder)
+        ...     loaded = fadamgc.load_run(folder, task)
+        >>> torch.equal(loaded.x, run.x)
+        True
     """
     folder = Path(path)
     if has_bundle(folder, runs.NAME) or not has_bundle(folder, NAME):

@@ -48,7 +48,18 @@ log = logging.getLogger("fadamgc")
 
 
 class RoundEnd(NamedTuple):
-    """The argument of a callback after each round; later rounds change ``clients``, so copy what you keep."""
+    """The argument of a callback after each round; later rounds change ``clients``, so copy what you keep.
+
+    >>> import fadamgc, torch
+    >>> data = [(torch.randn(8, 3), torch.randn(8, 1)) for _ in range(4)]
+    >>> task = fadamgc.Task(torch.nn.Linear(3, 1), torch.nn.functional.mse_loss, data)
+    >>> rounds = []
+    >>> def keep(end):
+    ...     rounds.append((end.record.round, end.server.x.clone()))
+    >>> run = fadamgc.simulate(fadamgc.FedAvg(), task, rounds=2, callbacks=[keep])
+    >>> [t for t, x in rounds], torch.equal(rounds[-1][1], run.x)
+    ([1, 2], True)
+    """
 
     record: Record
     server: Any

@@ -1,0 +1,1 @@
+"""The documentation site: generated pages, links, and what every public name needs."""
