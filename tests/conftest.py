@@ -17,6 +17,15 @@ torch.set_num_threads(1)
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(code_folder() / "torch"))
 
 
+# These files wait for other processes most of the time, or take longest; the others run next to them.
+FIRST = ("test_ray.py", "test_other_device.py", "test_studies.py", "test_fuzz.py", "test_checkpoint.py")
+
+
+def pytest_collection_modifyitems(items):
+    """Let the files that take longest begin first (stable, so each file keeps its order)."""
+    items.sort(key=lambda item: FIRST.index(item.path.name) if item.path.name in FIRST else len(FIRST))
+
+
 @pytest.fixture
 def two_threads():
     before = torch.get_num_threads()
