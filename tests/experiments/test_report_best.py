@@ -11,7 +11,7 @@ from rich.console import Console
 from scipy.stats import t as student
 from scipy.stats import ttest_rel
 
-from fadamgc.experiments.report.numbers import CLEARLY_BEST, T95, ReportedExperiment, is_clear, read_results
+from fadamgc.experiments.report.numbers import CLEARLY_BEST, T95, Difference, ReportedExperiment, read_results
 from fadamgc.experiments.report.tables import caption, results_markdown, results_table, summary_latex
 from fadamgc.experiments.report.write import write_report
 from fadamgc.experiments.run.runner import run_spec
@@ -45,13 +45,15 @@ def test_a_difference_is_clear_as_in_a_paired_t_test():
     answers = []
     for seeds in range(2, 9):
         for _ in range(20):
-            ours, rival = random.normal(0, 1, seeds), random.normal(1, 1, seeds)
-            expected = ours.mean() < rival.mean() and ttest_rel(ours, rival).pvalue < 0.05
-            answers.append(is_clear((rival - ours).tolist()))
-            assert answers[-1] == expected
-    assert {True, False} == set(answers)
-    assert not is_clear([5.0])
-    assert not is_clear([])
+            ours, rival = random.normal(0, 1, seeds), random.normal(random.choice([-2, 2]), 1, seeds)
+            test = ttest_rel(rival, ours)
+            found = Difference.of((rival - ours).tolist())
+            interval = test.confidence_interval(0.95)
+            assert (found.mean - found.half, found.mean + found.half) == pytest.approx(interval, abs=1e-3)
+            answers.append(found.clear)
+            assert answers[-1] == (np.sign(test.statistic) if test.pvalue < 0.05 else 0)
+    assert {-1, 0, 1} == set(answers)
+    assert Difference.of([5.0]).clear == Difference.of([]).clear == 0
 
 
 def test_a_mean_that_is_better_by_chance_is_not_bold(four_seeds):

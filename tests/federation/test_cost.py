@@ -10,45 +10,25 @@ import torch
 import fadamgc
 from fadamgc import CostModel
 from fadamgc.federation.cost import Traffic, Work, traffic
-from fadamgc.federation.sampling import Draw
-from fadamgc.paper.published import MAIN, METHODS
+from fadamgc.paper.published import METHODS, minutes_of_rounds
 from problems import class_task
 
-# Numbers that travel for one model, and seconds of local training in a round (docs/readings.md).
-# Images: ResNet-18, 3.60 s for one model at 100 Mbps. Language: the LoRA part of GPT-2.
-SETTINGS = {
-    "main-cifar10": (11_250_000, 0.0),
-    "main-cifar100": (11_250_000, 0.0),
-    "main-tinyimagenet": (11_250_000, 0.0),
-    "main-20news": (2_250_000, 6.25),
-    "main-qnli": (2_312_500, 6.47),
-    "main-qqp": (2_218_750, 12.4),
-}
-S, K = 10, 60
+PAPER = minutes_of_rounds()
 
 
-def round_seconds(name: str, dataset: str) -> float:
-    """Seconds of one round: bytes from the algorithm's own messages, S~ = S/2 for the paper's methods."""
-    d, compute = SETTINGS[dataset]
-    tracked = range(S // 2) if name in ("fa_nt", "fadamgc") else range(S)
-    sent = traffic(fadamgc.make_algorithm(name), d)
-    work = sent.work(Draw(tuple(range(S)), tuple(tracked)), steps=[K] * S)
-    return CostModel(down_mbps=100, up_mbps=100, seconds_per_step=compute / K).seconds(work)
-
-
-@pytest.mark.parametrize("dataset", SETTINGS)
+@pytest.mark.parametrize("dataset", PAPER)
 @pytest.mark.parametrize("name", [name for name in METHODS if name != "scaffold_m"])
 def test_the_papers_rounds_give_the_papers_minutes(dataset, name):
-    rounds, minutes = MAIN[dataset].rounds[name][0], MAIN[dataset].minutes[name][0]
+    computed, minutes = PAPER[dataset][name]
     # The paper prints one decimal: half of it is not the model's.
-    assert rounds * round_seconds(name, dataset) / 60 == pytest.approx(minutes, rel=0.02, abs=0.05)
+    assert computed == pytest.approx(minutes, rel=0.02, abs=0.05)
 
 
 @pytest.mark.parametrize("dataset", ["main-cifar10", "main-cifar100", "main-tinyimagenet"])
 def test_scaffold_m_costs_more_than_the_paper_says(dataset):
     """Five vectors travel; the paper's minutes imply 4.83, which nothing in it explains."""
-    rounds, minutes = MAIN[dataset].rounds["scaffold_m"][0], MAIN[dataset].minutes["scaffold_m"][0]
-    assert rounds * round_seconds("scaffold_m", dataset) / 60 == pytest.approx(minutes * 5 / 4.83, rel=0.01)
+    computed, minutes = PAPER[dataset]["scaffold_m"]
+    assert computed == pytest.approx(minutes * 5 / 4.83, rel=0.01)
 
 
 VECTORS = {

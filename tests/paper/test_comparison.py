@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from fadamgc.bundle import read_bundle
 from fadamgc.cli.main import app
 from fadamgc.errors import CheckpointError, InputError
-from fadamgc.experiments.report.numbers import Row, Spread, read_results
+from fadamgc.experiments.report.numbers import read_results
 from fadamgc.experiments.report.tables import results_markdown
 from fadamgc.experiments.report.write import write_report
 from fadamgc.experiments.run.runner import run_spec
@@ -153,39 +153,6 @@ def test_the_papers_tables_are_complete():
     assert best == list(MAIN)
     for dataset, name in (("CIFAR-10", "main-cifar10"), ("CIFAR-100", "main-cifar100")):
         assert BETA2[dataset].rounds["FAdamGC, b2 = 0.99"] == MAIN[name].rounds["fadamgc"]
-
-
-# Orders
-
-
-def row(label, reached, mean, std=1.0, runs=4):
-    spread = Spread(mean, std)
-    return Row(method(label), runs, reached, spread, spread, spread, spread, 1.0, 1.0)
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "found"),
-    [
-        (row("a", 4, 10.0), row("b", 4, 20.0), -1),
-        (row("a", 4, 20.0), row("b", 4, 10.0), 1),
-        (row("a", 4, 10.0), row("b", 4, 11.0), 0),  # less than two standard errors
-        (row("a", 4, 50.0), row("b", 2, 10.0), -1),  # the other often fails
-        (row("a", 4, 50.0), row("b", 3, 10.0), 1),
-        (row("a", 1, 50.0, math.nan), row("b", 0, math.nan, math.nan), -1),
-        (row("a", 0, math.nan), row("b", 0, math.nan), None),
-        (row("a", 1, 5.0, math.nan), row("b", 1, 9.0, math.nan), 0),  # a single run has no spread
-    ],
-)
-def test_who_is_ahead(one, other, found):
-    assert comparison.ahead(one, other, "rounds") == found
-
-
-def test_pairs_are_compared_with_the_papers():
-    rows = [row("a", 4, 10.0), row("b", 4, 20.0), row("c", 4, 10.5), row("new", 4, 1.0)]
-    agreed = comparison.agreement({"a": 5.0, "b": 1.0, "c": 2.0}, rows, "rounds")
-    assert agreed.same == []
-    assert agreed.opposite == [("a", "b"), ("c", "b")]
-    assert agreed.open == [("a", "c")]
 
 
 # The page

@@ -197,14 +197,11 @@ def _clearly_best(results: Results, measure: str) -> str | None:
     confidence interval of the paired difference over the seeds that both have excludes 0. Methods of which
     all runs diverged are behind all others.
     """
-    sign = -1 if results.high_is_good and measure not in TO_TARGET else 1
-    target, seeds = results.spec.run.target, len(results.spec.run.seeds)
-    if seeds < 2 or (measure in TO_TARGET and target is None):
+    seeds = len(results.spec.run.seeds)
+    if seeds < 2 or (measure in TO_TARGET and results.spec.run.target is None):
         return None
-    by_seed = {
-        label: {r.settings["seed"]: v for r in runs if math.isfinite(v := _value(r, measure, target))}
-        for label, runs in results.runs.items()
-    }
+    sign = _sign(results, measure)
+    by_seed = {label: values_by_seed(results, label, measure) for label in results.runs}
     ran = [row.method.label for row in results.rows if row.runs]
     ranked = sorted((sign * mean_of(list(v.values())), label) for label, v in by_seed.items() if v)
     if not ranked or len(ran) < 2:
@@ -215,9 +212,56 @@ def _clearly_best(results: Results, measure: str) -> str | None:
         return None
     if len(ranked) == 1:
         return best
-    rival = by_seed[ranked[1][1]]
-    ahead = [sign * (rival[seed] - value) for seed, value in by_seed[best].items() if seed in rival]
-    return best if is_clear(ahead) else None
+    return best if difference(results, best, ranked[1][1], measure).clear > 0 else None
+
+
+# Paired comparisons: seeds share the partition and the batches.
+
+
+class Difference(NamedTuple):
+    """The mean of paired differences, and half of the width of its 95 % confidence interval.
+
+    >>> Difference.of([1.0, 1.1, 0.9]).clear, Difference.of([1.0, 2.0]).clear
+    (1, 0)
+    """
+
+    mean: float
+    half: float  # NaN with fewer than two pairs
+
+    @classmethod
+    def of(cls, differences: Sequence[float]) -> Difference:
+        """Return the mean of the differences and its interval, by Student's t distribution."""
+        count = len(differences)
+        mean, std = Spread.of(differences)
+        return cls(
+            mean, T95[min(count - 2, len(T95) - 1)] * std / math.sqrt(count) if count > 1 else math.nan
+        )
+
+    @property
+    def clear(self) -> int:
+        """1 or -1 if the interval is above or below 0, else 0."""
+        return int(self.mean > self.half) - int(self.mean < -self.half)
+
+
+def difference(results: Results, label: str, rival: str, measure: str) -> Difference:
+    """Return by how much a method is ahead of another, over the seeds that both have.
+
+    A run that missed the target counts with all its rounds.
+    """
+    ours, theirs = (values_by_seed(results, name, measure) for name in (label, rival))
+    sign = _sign(results, measure)
+    return Difference.of([sign * (theirs[seed] - value) for seed, value in ours.items() if seed in theirs])
+
+
+def values_by_seed(results: Results, label: str, measure: str) -> dict[int, float]:
+    """Return a measure of the runs of a method that did not diverge."""
+    values = ((run, _value(run, measure, results.spec.run.target)) for run in results.runs[label])
+    return {run.settings["seed"]: value for run, value in values if math.isfinite(value)}
+
+
+def _sign(results: Results, measure: str) -> int:
+    """Return 1 if small values are good, else -1."""
+    return -1 if results.high_is_good and measure not in TO_TARGET else 1
 
 
 def _value(run: Run, measure: str, target: float | None) -> float:
@@ -235,19 +279,6 @@ def _value(run: Run, measure: str, target: float | None) -> float:
         return math.nan
     records = run.history[:reached]
     return len(records) if measure == "rounds" else sum(r.simulated_seconds for r in records) / 60
-
-
-def is_clear(differences: Sequence[float]) -> bool:
-    """Whether the 95 % confidence interval of the mean of paired differences is above 0.
-
-    >>> is_clear([1.0, 1.1, 0.9]), is_clear([1.0, 2.0]), is_clear([1.0])
-    (True, False, False)
-    """
-    count = len(differences)
-    if count < 2:
-        return False
-    mean, std = Spread.of(differences)
-    return mean > T95[min(count - 2, len(T95) - 1)] * std / math.sqrt(count)
 
 
 def read_results(folder: str | Path, cost: Mapping[str, Any] = {}) -> Results:
