@@ -83,6 +83,7 @@ def cases() -> dict[str, tuple[Any, fadamgc.Task, dict[str, Any]]]:
         "files": (algo, plain, {"states": "files"}),
         "codecs": (algo, plain, {"codec": {"x": "bfloat16", "y": "int8", "dy": "int4", "dx": "topk:0.1"}}),
         "means": (fadamgc.FedAdamW(), plain, {"codec": {"v": "means:7"}}),
+        "median": (algo, plain, {"aggregation": "median"}),
         "MiMe": (fadamgc.MimeLite(), plain, {}),
     }
 

@@ -22,7 +22,7 @@ from fadamgc.experiments.report.numbers import read_results  # noqa: E402
 from fadamgc.experiments.report.write import write_report  # noqa: E402
 from fadamgc.flower.clientapp import client_number, state_folder  # noqa: E402
 from fadamgc.flower.logs import without_traceback  # noqa: E402
-from fadamgc.flower.serverapp import federate, server_task  # noqa: E402
+from fadamgc.flower.serverapp import federate, server_task, write_history  # noqa: E402
 from fadamgc.tasks.build import build_task  # noqa: E402
 from fadamgc.tasks.sections import DigitsTask  # noqa: E402
 from in_process_grid import SIZES, Here, app_of  # noqa: E402
@@ -157,6 +157,25 @@ def test_a_history_of_a_custom_algorithm_and_metric_is_reported(tmp_path, monkey
     assert results.runs[method.label][0].history == coordinator.history
     assert results.runs[method.label][0].goal == "min"
     assert (tmp_path / "server" / "runs" / "steepest-nof-all-seed7" / "run.json").exists()
+
+
+@pytest.mark.slow
+def test_the_median_of_the_replies_and_the_refused_ones_are_reported(tmp_path):
+    task = class_task(sizes=SIZES)
+    config = {"folder": str(tmp_path / "server"), "rounds": 2, "local-steps": 2, "aggregation": "median"}
+    coordinator = federate(Here(app_of(task), tmp_path, 3), task, config)
+    options = {"rounds": 2, "local_steps": 2, "executor": "loop", "progress": False}
+    run = fadamgc.simulate(fadamgc.FAdamGC(), task, aggregation="median", **options)
+    assert torch.equal(coordinator.server.x, run.x)
+    assert not torch.equal(run.x, fadamgc.simulate(fadamgc.FAdamGC(), task, **options).x)
+    page = tmp_path / "server" / "report.html"
+    write_report(tmp_path / "server")
+    assert "norm of dy, largest</option>" in page.read_text()
+    assert "Refused replies" not in page.read_text()
+    coordinator.refuse(InputError("client <3> is not one of ours"), 2)
+    write_history(coordinator, tmp_path / "server")
+    write_report(tmp_path / "server")
+    assert "<li>round 2: client &lt;3&gt; is not one of ours</li>" in page.read_text()
 
 
 @pytest.mark.slow

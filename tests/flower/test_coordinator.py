@@ -75,7 +75,8 @@ def test_a_federation_of_every_method_gives_the_simulators_numbers(name, tmp_pat
 
 
 def dataclass_without_time(record):
-    return {k: v for k, v in record.to_json().items() if k != "wall_seconds"}
+    """Also without the norms of the replies, which a simulation does not compute."""
+    return {k: v for k, v in record.to_json().items() if k not in ("wall_seconds", "messages")}
 
 
 def test_algorithms_that_begin_with_gradients_do(tmp_path):
@@ -443,6 +444,35 @@ def test_the_history_is_a_run(tmp_path):
     run = world.server.run()
     run.save(tmp_path / "run", states=False)
     assert fadamgc.load_run(tmp_path / "run").history == run.history
+
+
+def test_the_history_has_norms_and_refusals(tmp_path):
+    world = World(tmp_path, sampled=3, tracked=3)
+    vectors = []
+    for message in world.messages():
+        reply = world.deliver(message)
+        if reply.client == 2:
+            reply = reply._replace(loss=float("nan"))
+            with pytest.raises(RefusedError):
+                world.server.consider(2, reply)
+        else:
+            world.server.consider(reply.client, reply)
+            vectors.append(reply.up)
+    found = world.server.close().messages
+    assert found.pop("refused replies") == 1
+    norms = {name: [float(up[name].norm()) for up in vectors] for name in ("dx", "dy")}
+    assert found == {
+        f"norm of {name}, {of}": pytest.approx(value)
+        for name, values in norms.items()
+        for of, value in (("median", sum(values) / 2), ("largest", max(values)))
+    }
+    world.start()  # they are in the checkpoint
+    assert world.server.history[0].messages == found | {"refused replies": 1}
+    world.server.run().save(tmp_path / "run", states=False)
+    run = fadamgc.load_run(tmp_path / "run")
+    assert run.history[0].messages == found | {"refused replies": 1}
+    assert "its loss is nan" in run.settings["refusals"][0]
+    assert run.to_pandas()["refused replies"].tolist() == [1]
 
 
 # Two servers, and what does not sum up.

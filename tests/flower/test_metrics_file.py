@@ -92,6 +92,8 @@ def test_the_file_has_the_numbers_of_the_history(tmp_path):
         "train_loss": records[-1].train_loss,
         "test_loss": evaluated.test_loss,
         "test_metric": evaluated.test_metric,
+        'update_norm{field="dx",of="largest"}': records[-1].messages["norm of dx, largest"],
+        'update_norm{field="dx",of="median"}': records[-1].messages["norm of dx, median"],
     }
 
     federate(tmp_path, 4, **{"max-samples": 15})  # more rounds: the sums grow

@@ -375,6 +375,8 @@ def settings(r: random.Random, odd: float, folder: Path) -> dict[str, Any]:
         codec = r.choice(("int8", "int4:3", "topk:0.5", "bfloat16", "means:2", "float32", "int9", "topk:2"))
         good["codec"] = r.choice(({"dx": codec}, {"dy": codec, "dx": "topk"}, f"dx={codec}", {"x": codec}))
     if r.random() < 0.1:
+        good["aggregation"] = r.choice(("median", "mean", "trimmed:0.1", "trimmed:1", "trimmed:", "mode"))
+    if r.random() < 0.1:
         good["checkpoint"] = folder / "checkpoint"
         good["states"] = r.choice(("memory", "files", "auto"))
     for name in (*good, *OTHERS):
@@ -405,7 +407,16 @@ OTHERS += (
     "dropout",
     "stragglers",
 )
-OTHERS += ("deadline", "eval_clients", "local_parameters", "keep", "groups", "group_rounds", "codec")
+OTHERS += (
+    "deadline",
+    "eval_clients",
+    "local_parameters",
+    "keep",
+    "groups",
+    "group_rounds",
+    "codec",
+    "aggregation",
+)
 
 
 def ends(t: int) -> Callable[[Any], bool]:

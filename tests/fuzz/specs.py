@@ -93,6 +93,7 @@ NAMES = (
         "local_epochs",
         "batch_size",
         "codec",
+        "aggregation",
         "seeds",
         "target",
         "stop_at_target",

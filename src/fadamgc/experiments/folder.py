@@ -26,7 +26,7 @@ from fadamgc.bundle import has_bundle
 from fadamgc.errors import CheckpointError, CheckpointInUseError, InputError, UnwritableError
 from fadamgc.escape import printable
 from fadamgc.experiments.planned_run import REPORT, PlannedRun
-from fadamgc.experiments.spec.sections import STEPS, MethodSpec, Spec
+from fadamgc.experiments.spec.sections import PER_METHOD, STEPS, MethodSpec, Spec
 from fadamgc.experiments.spec.toml_io import load_spec
 from fadamgc.federation.run import Run, read_run
 from fadamgc.files import LOCK, lock, make_folder
@@ -45,7 +45,6 @@ FILES = (
     *(f"{name}.{ending}" for name in ("rounds", "minutes", "curves") for ending in ("png", "svg", "pdf")),
     *("curves.csv", "report.html"),
 )
-PER_METHOD = ("tracked", "codec")  # settings of [run] that a [[method]] may replace
 
 
 @dataclass(frozen=True)
@@ -231,8 +230,7 @@ def _settings(spec: Spec, free: set[str], labels: list[str], tuned: bool) -> dic
     for method in spec.methods:
         if method.label in labels:
             values[f"{method.label}: algorithm"] = method.algorithm
-            values[f"{method.label}: tracked"] = spec.tracked(method)
-            values[f"{method.label}: codec"] = spec.codec(method)
+            values |= {f"{method.label}: {key}": getattr(spec, key)(method) for key in PER_METHOD}
             for key, value in method.hyperparameters.items():
                 if not (tuned and key in (STEPS if spec.tune is None else spec.tune.names())):
                     values[f"{method.label}: {key}"] = value

@@ -11,7 +11,7 @@ from fadamgc.algorithm import AnyAlgorithm
 from fadamgc.bundle import has_bundle
 from fadamgc.errors import CheckpointError
 from fadamgc.escape import printable
-from fadamgc.experiments.spec.sections import CostSpec, MethodSpec, RunSpec, Spec
+from fadamgc.experiments.spec.sections import PER_METHOD, CostSpec, MethodSpec, RunSpec, Spec
 from fadamgc.federation.record import BY_CLIENT
 from fadamgc.federation.run import Run, read_run, sound
 from fadamgc.files import as_json, write_atomic
@@ -47,7 +47,8 @@ class PlannedRun:
     @classmethod
     def of(cls, spec: Spec, method: MethodSpec, seed: int, folder: Path) -> PlannedRun:
         """Plan the run of a spec's method with one seed."""
-        run = spec.run.model_copy(update={"tracked": spec.tracked(method), "codec": spec.codec(method)})
+        own = {key: getattr(spec, key)(method) for key in PER_METHOD}
+        run = spec.run.model_copy(update=own)
         algorithm = None if isinstance(spec.task, CustomTask) or not method.known else method.make()
         return cls(spec.task, run, spec.cost, method, algorithm, seed, folder)
 

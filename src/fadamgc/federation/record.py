@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 from fadamgc.errors import shown, whole
 from fadamgc.federation.cost import WORK_COLUMNS, CostModel, Work
 
+NAMED = ("metrics", "messages")  # fields of a record that have numbers by name
 BY_CLIENT = "clients: "  # prefix of the names of numbers over clients, see ``metrics.client_metrics``
 
 Packed: TypeAlias = "array[int] | tuple[int, ...] | Repeated"
@@ -121,6 +122,7 @@ class Record:
     dropped: tuple[int, ...] = _columns()  # sampled, but their update was not finite
     absent: tuple[int, ...] = _columns()  # sampled, but they did not answer, or not in time
     metrics: dict[str, float] = field(default_factory=dict)  # all numbers of a metric that has several
+    messages: dict[str, float] = field(default_factory=dict, compare=False)  # norms, refusals of a federation
     work: tuple[Work, ...] = field(default=_work_columns(), repr=False)
 
     def priced(self, cost: CostModel) -> Record:
@@ -136,7 +138,7 @@ class Record:
             | ({} if w.deadline is None else {"deadline": w.deadline})
             for w in self.work
         ]
-        return plain if self.metrics else {k: v for k, v in plain.items() if k != "metrics"}
+        return {k: v for k, v in plain.items() if k not in NAMED or v}
 
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> Record:
@@ -152,7 +154,8 @@ class Record:
                 values[name] = float(values[name])
         for name in ("simulated_seconds", "wall_seconds"):
             values[name] = float(values[name])
-        values["metrics"] = {str(name): float(v) for name, v in values.get("metrics", {}).items()}
+        for key in NAMED:
+            values[key] = {str(name): float(v) for name, v in values.get(key, {}).items()}
         return cls(**values)
 
 

@@ -27,7 +27,7 @@ from fadamgc.federation.cost import CostModel
 from fadamgc.federation.functions import Buffers, TaskFunctions
 from fadamgc.federation.local_parameters import UNKNOWN, PartlyLocal, layout_of
 from fadamgc.federation.messages import MessageCodecs
-from fadamgc.federation.record import Record
+from fadamgc.federation.record import NAMED, Record
 from fadamgc.federation.trained import Best, export_module, module_at, predicted_labels
 from fadamgc.hyperparameters import with_schedules
 from fadamgc.loading import untrusted
@@ -199,9 +199,9 @@ class Run:
         """Return the history as a table, one row per round."""
         import pandas as pd
 
-        names = [f.name for f in dataclasses.fields(Record) if f.name not in ("work", "metrics")]
-        more = list(dict.fromkeys(name for r in self.history for name in r.metrics))
-        rows = [{name: getattr(r, name) for name in names} | r.metrics for r in self.history]
+        names = [f.name for f in dataclasses.fields(Record) if f.name not in ("work", *NAMED)]
+        more = list(dict.fromkeys(name for r in self.history for name in r.metrics | r.messages))
+        rows = [{name: getattr(r, name) for name in names} | r.metrics | r.messages for r in self.history]
         return pd.DataFrame(rows, columns=[*names, *more])
 
     def save(self, path: str | Path, *, states: bool = True) -> None:

@@ -19,6 +19,7 @@ from fadamgc.federation.jobs import Result, Round
 from fadamgc.federation.local_parameters import PartDown, PartlyLocal, partly_local
 from fadamgc.federation.messages import MessageCodecs, on_the_wire
 from fadamgc.federation.record import Record
+from fadamgc.federation.robust import RobustSums, check_robust
 from fadamgc.federation.run import Run, environment
 from fadamgc.federation.sampling import Draw, draw
 from fadamgc.federation.settings import Settings
@@ -62,6 +63,7 @@ class Federation:
         weights: the clients' weights, with mean 1; None if all are equal.
         history: one record per round.
         setup: the work before round 1, which counts in round 1.
+        robust_fields: the fields of the clients' messages whose mean is robust.
         message_sizes: numbers and bytes of each field of the messages; None with groups.
     """
 
@@ -79,6 +81,7 @@ class Federation:
         self.method = algorithm
         x0, buffers0 = functions.x0, functions.buffers0
         sent, buffers = functions.flat.d, buffers0
+        self.robust_fields = check_robust(settings.aggregation, algorithm.at(1), settings.weights)
         self.codecs = MessageCodecs(settings.codec or (), algorithm.at(1), sent, x0.dtype)
         algorithm = self.codecs.keeping_rest(algorithm)
         if settings.local_parameters is not None:
@@ -206,7 +209,8 @@ class Federation:
 
     def new_sums(self) -> Sums:
         """Return empty sums for the next round."""
-        return Sums(self.weights)
+        aggregation = self.settings.aggregation
+        return Sums(self.weights) if aggregation is None else RobustSums(aggregation, self.robust_fields)
 
     def aggregate(self, sums: Sums) -> ServerState:
         """Return the server's state and the buffers after the next round; unchanged without any client."""
@@ -214,7 +218,7 @@ class Federation:
         if sums.up is None:
             return self.state
         cohort = Cohort(n=self.n, S=sums.S, K=sums.steps / sums.S, t=self.t + 1)
-        return ServerState(self.algorithm.aggregate(server, sums.up, cohort), sums.mean_buffers(buffers))
+        return ServerState(self.algorithm.aggregate(server, sums.total(), cohort), sums.mean_buffers(buffers))
 
     @property
     def is_evaluated(self) -> bool:

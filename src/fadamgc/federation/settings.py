@@ -17,6 +17,7 @@ from fadamgc.codecs import codec_table
 from fadamgc.errors import InputError, listed, not_accepted, real, reason, shown, whole
 from fadamgc.federation.computing import Computing
 from fadamgc.federation.gradients import GradientOptions
+from fadamgc.federation.robust import check_aggregation
 from fadamgc.federation.sampling import Batches, Draw, draw, draw_part, draw_silent, draw_steps
 from fadamgc.files import as_json
 from fadamgc.grouped import GroupedAlgorithm
@@ -74,6 +75,7 @@ class Settings:
             sent, averaged or corrected. "*" stands for anything, as in file names.
         codec: how fields of messages are sent, as pairs of a field and the name of its codec; None:
             as they are.
+        aggregation: "median" or "trimmed:0.1", instead of the mean over clients; None: the mean.
         dtype: type of model and data; None is the model's.
         autocast: "bf16": the operations of the model that allow it run in bfloat16; None: all in ``dtype``.
         channels_last: whether images and kernels of convolutions have their channels last, which is faster on
@@ -108,6 +110,7 @@ class Settings:
     weight_decay: float | None = None
     local_parameters: tuple[str, ...] | None = None
     codec: tuple[tuple[str, str], ...] | None = None
+    aggregation: str | None = None
     dtype: torch.dtype | None = None
     autocast: Literal["bf16"] | None = None
     channels_last: bool | None = None
@@ -164,6 +167,7 @@ class Settings:
             object.__setattr__(self, "target", target)
         if self.codec is not None:
             object.__setattr__(self, "codec", codec_table(self.codec) or None)
+        object.__setattr__(self, "aggregation", check_aggregation(self.aggregation))
         for name in ("clip_norm", "deadline", "weight_decay", "dropout", "stragglers"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, _number(name, getattr(self, name)))
@@ -411,8 +415,9 @@ class Settings:
         """Return the settings that determine the run's numbers, as plain data (not how many rounds)."""
         names = [field.name for field in fields(self) if field.name not in NOT_IDENTITY]
         plain = {name: as_json(getattr(self, name)) for name in names}
-        if self.codec is None:
-            del plain["codec"]
+        for name in ("codec", "aggregation"):  # a run without them has the identity that it had before them
+            if getattr(self, name) is None:
+                del plain[name]
         return {name: reference_of(value) if callable(value) else value for name, value in plain.items()}
 
 

@@ -46,6 +46,10 @@ class Sums:
             weighted = exact if weight == 1 else exact * weight
             self.buffers[name] = weighted + self.buffers[name] if name in self.buffers else weighted
 
+    def total(self) -> Any:
+        """Return the sums of the messages; None without any client."""
+        return self.up
+
     def mean_loss(self) -> float | None:
         """Return the mean over clients of the mean loss over local steps."""
         return float(torch.stack(self.losses).double().mean()) if self.losses else None

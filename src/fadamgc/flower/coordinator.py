@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -353,7 +354,21 @@ class Coordinator:
         ]
         missing = tuple(i for i in draw.sampled if i not in replies)
         seconds = time.perf_counter() - self._began
-        return federation.record(draw, sums, evaluation, steps, seconds, missing, silent=missing)
+        record = federation.record(draw, sums, evaluation, steps, seconds, missing, silent=missing)
+        return replace(record, messages=self._message_numbers(replies))
+
+    def _message_numbers(self, replies: Collection[int]) -> dict[str, float]:
+        """Return the norms of the vectors that count in a round, and how many replies were refused."""
+        numbers = {"refused replies": float(len(self.refusals_in(self.t + 1)))}
+        for name in self._up:
+            norms = [self._norms[i][name] for i in sorted(replies) if name in self._norms[i]]
+            if norms:
+                numbers |= {f"norm of {name}, median": median(norms), f"norm of {name}, largest": max(norms)}
+        return numbers
+
+    def refusals_in(self, t: int) -> list[str]:
+        """Return what was refused in round t, of the last refusals."""
+        return [line for line in self.refusals if line.startswith(f"round {t}: ")]
 
     # Evaluation at the clients, after a round is closed.
 
@@ -419,7 +434,8 @@ class Coordinator:
     def run(self) -> Run:
         """Return the run so far, as the simulator does; the clients' states are with the clients."""
         clients = ClientStates(self.n, self.algorithm.init_client(self.functions.x0))
-        return self.federation.run(clients, {"executor": "flower", "compiled": False})
+        more = {"executor": "flower", "compiled": False, "refusals": list(self.refusals)}
+        return self.federation.run(clients, more)
 
     # The checkpoint.
 

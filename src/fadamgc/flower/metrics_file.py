@@ -6,6 +6,7 @@ The metrics are those of the last closed round and sums over all closed rounds, 
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -43,6 +44,7 @@ METRICS = {  # name: type and description
     "train_loss": ("gauge", "Mean training loss of the clients, in the last round that has one."),
     "test_loss": ("gauge", "Loss on the server's test data, in the last round that was evaluated."),
     "test_metric": ("gauge", "Metric on the server's test data, in the last round that was evaluated."),
+    "update_norm": ("gauge", "Norm of a field of the replies that count in the last round."),
     "test_metrics": ("gauge", "All numbers of a metric that has several, in the last evaluated round."),
 }
 
@@ -115,13 +117,16 @@ def _samples(c: Coordinator, now: float) -> Iterator[Sample]:
     yield Sample("round_clients_asked", len(history[-1].sampled))
     yield Sample("round_replies_counted", counted[-1])
     yield Sample("round_replies_missing", missing[-1])
-    yield Sample("round_refusals", sum(line.startswith(f"round {c.t}: ") for line in c.refusals))
+    yield Sample("round_refusals", len(c.refusals_in(c.t)))
     for name in ("train_loss", "test_loss", "test_metric"):
         if (value := _last(history, name)) is not None:
             yield Sample(name, value)
     numbers = next((record.metrics for record in reversed(history) if record.metrics), {})
     for number, value in numbers.items():
         yield Sample("test_metrics", value, {"name": number})
+    for number, value in history[-1].messages.items():
+        if (found := re.fullmatch("norm of (.*), (median|largest)", number)) is not None:
+            yield Sample("update_norm", value, {"field": found[1], "of": found[2]})
 
 
 def _last(history: list[Record], name: str) -> float | None:

@@ -48,6 +48,7 @@ def simulate(
     weight_decay: float | None = None,
     local_parameters: str | Sequence[str] | None = None,
     codec: Mapping[str, str] | str | None = None,
+    aggregation: str | None = None,
     cost: CostModel | None = None,
     dtype: torch.dtype | None = None,
     autocast: Literal["bf16"] | None = None,
@@ -106,6 +107,8 @@ def simulate(
             the initial model; see ``eval_clients`` and ``run.model_of(client)``.
         codec: how fields of messages are sent, ``{"y": "int8", "dy": "int8"}``: "float32", "bfloat16",
             "int8", "int4", "topk:0.01" or "means:64"; see docs/codecs.md. The bytes that are sent count.
+        aggregation: "median" or "trimmed:0.1" (without the tenth at each end), per coordinate, instead of the
+            mean over clients; the messages of a round are kept until its end. See docs/robust.md.
         cost: how rounds are priced; a finished run can be priced again.
         dtype: type of model and data; None is the model's. With a 16-bit type, gradients are computed in that
             type, and x, the clients' states, messages and sums are float32.
@@ -163,6 +166,7 @@ def simulate(
         weight_decay=weight_decay,
         local_parameters=local_parameters,
         codec=codec,
+        aggregation=aggregation,
         checkpoint_every=checkpoint_every,
         dtype=dtype,
         autocast=autocast,

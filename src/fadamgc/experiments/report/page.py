@@ -118,8 +118,14 @@ def _context(experiment: ReportedExperiment) -> dict[str, Any]:
         "first_seed": results.spec.run.seeds[0],
         "spec": results.spec.to_toml(),
         "repeatable": not isinstance(results.spec.task, CustomTask),
+        "refusals": [printable(text) for run in runs for text in _texts(run.settings.get("refusals"))],
         "environments": [*environments, f"executor {', '.join(executors)}"],
     }
+
+
+def _texts(value: object) -> list[str]:
+    """Return a list of texts; empty if a record has something else in its place."""
+    return [text for text in value if isinstance(text, str)] if isinstance(value, list) else []
 
 
 def _subtitle(results: Results) -> str:
@@ -142,6 +148,8 @@ def _quantities(results: Results) -> dict[str, tuple[str, str]]:
         finite = [v for v, _ in pairs if v is not None and math.isfinite(v)]
         if finite and any(value != metric_value for value, metric_value in pairs):
             found[name] = (name.replace("_", " "), "logarithmic" if min(finite) > 0 else "linear")
+    for name in dict.fromkeys(name for record in records for name in record.messages):
+        found[f"messages {name}"] = (printable(name), "linear")
     names = dict.fromkeys(name for record in records for name in record.metrics)
     by_client = [name for name in names if name.startswith(BY_CLIENT)]
     for name in [*by_client, *(name for name in names if name not in by_client)][:MOST_NAMED]:
@@ -246,8 +254,8 @@ def _rounded(value: float | None) -> float | None:
 
 def _recorded(record: Record, key: str) -> float | None:
     """Return what a record has under a key of ``_quantities``."""
-    named = key.removeprefix("metrics ")
-    value: float | None = record.metrics.get(named) if named != key else getattr(record, key)
+    kind, _, name = key.partition(" ")
+    value: float | None = getattr(record, kind).get(name) if name else getattr(record, key)
     return value
 
 

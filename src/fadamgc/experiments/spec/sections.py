@@ -22,6 +22,7 @@ from fadamgc.codecs import codec_table
 from fadamgc.errors import InputError, nearest, real, shown
 from fadamgc.federation.cost import CostModel
 from fadamgc.federation.messages import MessageCodecs
+from fadamgc.federation.robust import check_aggregation, check_robust
 from fadamgc.loading import untrusted
 from fadamgc.methods import algorithm_class, make_algorithm
 from fadamgc.schedules import KINDS, from_plain
@@ -41,6 +42,7 @@ from fadamgc.tasks.sections import LeastSquaresTask, TaskSpec
 from fadamgc.toml import toml_table
 
 STEPS = ("eta_l", "eta_g")  # the step sizes, which tuning chooses
+PER_METHOD = ("tracked", "codec", "aggregation")  # settings of [run] that a [[method]] may replace
 ExecutorName: TypeAlias = Literal["auto", "loop", "threads", "vectorized", "ray"]  # sim.executors load torch
 EXECUTORS: tuple[str, ...] = get_args(ExecutorName)
 
@@ -73,6 +75,12 @@ def _check_codec(value: object) -> object:
     return None if value is None else dict(codec_table(value))
 
 
+def _check_aggregation(value: object) -> object:
+    check_aggregation(value)
+    return value
+
+
+Aggregation: TypeAlias = Annotated[Any, BeforeValidator(_check_aggregation)]
 Codec: TypeAlias = Annotated[Any, BeforeValidator(_check_codec)]  # a dict of fields and their codecs
 
 
@@ -101,6 +109,7 @@ class RunSpec(Section):
     weight_decay: NonNegative | None = None
     local_parameters: str | tuple[str, ...] | None = None
     codec: Codec = None
+    aggregation: Aggregation = None
     dtype: Literal["float32", "float64"] = "float32"
     autocast: Literal["bf16"] | None = None
     channels_last: Annotated[bool | None, AfterValidator(lambda chosen: chosen or None)] = None
@@ -234,6 +243,7 @@ class MethodSpec(Section):
     label: Annotated[Line, Field(min_length=1)]
     tracked: Annotated[int, Field(ge=0)] | None = None  # None: as in [run]
     codec: Codec = None  # None: as in [run]; an empty table: none
+    aggregation: Aggregation = None  # None: as in [run]
     hyperparameters: dict[str, Any] = Field(default_factory=dict)
 
     @property
@@ -331,6 +341,20 @@ class Spec(Section):
         return self
 
     @model_validator(mode="after")
+    def _check_aggregations(self) -> Spec:
+        for method in self.methods:
+            if not method.known or not (aggregation := self.aggregation(method)):
+                continue
+            try:
+                check_robust(aggregation, method.make().at(1), self.run.weights)
+            except InputError as error:
+                if method.aggregation is not None:
+                    raise ValueError(f"[[method]] {method.label}: {error}") from None
+                remedy = f"give [[method]] {method.label} aggregation = 'mean'"
+                raise ValueError(f"[run] {error}; {remedy}") from None
+        return self
+
+    @model_validator(mode="after")
     def _check_grids(self) -> Spec:
         if self.tune is None:
             return self
@@ -356,6 +380,11 @@ class Spec(Section):
         """Return the codecs of the messages of a method; None is none."""
         codec: dict[str, str] | None = self.run.codec if method.codec is None else method.codec
         return codec or None
+
+    def aggregation(self, method: MethodSpec) -> str | None:
+        """Return how the clients' messages of a method are aggregated; None is the mean."""
+        chosen = self.run.aggregation if method.aggregation is None else method.aggregation
+        return check_aggregation(chosen)
 
     def replace(self, section: str, **values: Any) -> Spec:
         """Replace some values of one section, and check the spec again; None leaves a value as it is."""

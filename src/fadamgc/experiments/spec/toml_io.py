@@ -30,7 +30,8 @@ def toml_files(package: str, folder: str) -> dict[str, Traversable]:
 PRESETS = toml_files("fadamgc.experiments.spec", "presets")
 SECTIONS: dict[str, type[Section]] = {"run": RunSpec, "cost": CostSpec, "tune": TuneSpec}
 TABLES = ("task", *SECTIONS)
-METHOD_KEYS = ("algorithm", "label", "tracked", "codec")  # of a [[method]]; all others are hyperparameters
+# Of a [[method]]; all others are hyperparameters.
+METHOD_KEYS = ("algorithm", "label", "tracked", "codec", "aggregation")
 
 
 def load_spec(path: str | Path) -> Spec:
