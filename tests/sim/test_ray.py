@@ -50,6 +50,7 @@ def run_cases():
             "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT / 'tests'}",
             "HOME": str(folder),
             "RAY_TMPDIR": str(folder),
+            "RAY_worker_niceness": "0",  # 15 by default: workers would wait for all other tests
             "FADAMGC_CACHE": str(folder / "cache"),
         }
         done = subprocess.run(
