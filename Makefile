@@ -8,7 +8,7 @@ WORKERS ?= 2
 SEED    ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo quick test test-e2e test-wheel fuzz tables docs docs-serve results bench check format clean
+.PHONY: help install demo quick test test-e2e test-wheel test-deploy fuzz tables docs docs-serve results bench check format clean
 
 help:  ## Show this list
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -46,6 +46,9 @@ test-e2e: install  ## Run the tests with a real SuperLink and SuperNodes, on loo
 
 test-wheel: install  ## Build the wheel, and use it in an environment with its requirements and nothing else
 	$(BIN)/python tests/wheel.py
+
+test-deploy: install  ## Take the steps of docs/deploy.md on hosts in network namespaces (Linux, some minutes)
+	$(BIN)/python tests/deploy/walk.py
 
 fuzz: install  ## Try bad input of every kind; SEED=1 BUDGET='specs=20000 arguments=5000' for other and more cases
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --seed $(SEED) --processes $(WORKERS) $(BUDGET)

@@ -56,6 +56,7 @@ def test_every_setting_of_a_run_is_a_key_or_cannot_be_one():
             "autocast",
             "channels-last",
             "codec",
+            "aggregation",
         ),
         *("algorithm", "clients", "experiment", "folder", "min-clients", "round-timeout", "wait-timeout"),
         *("below-minimum", "max-update-norm", "max-norm-ratio", "max-samples", "max-size-ratio"),

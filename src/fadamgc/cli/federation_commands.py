@@ -17,7 +17,7 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="markdown",
     help="A Flower federation on this machine: one SuperLink and some nodes, on loopback. "
-    "`superlink`, `supernode` and `login` are for federations on several machines; see docs/flower.md.",
+    "`superlink`, `supernode` and `login` are for federations on several machines; see docs/deploy.md.",
 )
 
 Folder = Annotated[Path, typer.Option("--folder", help="Folder for logs, keys and states.")]

@@ -169,6 +169,8 @@ def _work(plain: Mapping[str, Any]) -> Work:
 
 
 def _numbers(values: Any) -> tuple[int, ...]:
+    if isinstance(values, list) and set(map(type, values)) == {int} and min(values) >= 0:
+        return tuple(values)  # a record has very many numbers: they are checked at once
     return tuple(whole("number", value, 0) for value in values)
 
 
