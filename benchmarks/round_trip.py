@@ -3,6 +3,7 @@
     python benchmarks/round_trip.py                       this checkout
     python benchmarks/round_trip.py OLD NEW               two checkouts, in turns
     python benchmarks/round_trip.py --rounds 5 --turns 3 --config "eval-clients=true"
+    python benchmarks/round_trip.py OLD NEW --save results/benchmarks/round-trip.json      for docs/flower.md
 
 The app is that of examples/flower-digits with three nodes. All parts note the machine's time: the app on the
 nodes and the server itself, and the nodes' logs, which this script follows. The table has the median over
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -21,6 +23,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -71,10 +74,12 @@ def follow(log: Path, node: int, ended: threading.Event, found: list[dict[str, A
 
 def run_once(folder: Path, rounds: int, config: str) -> list[dict[str, Any]]:
     """Run the digits on a federation of this checkout; return the events."""
+    import fadamgc
     from fadamgc.flower.loopback import LoopbackFederation
 
+    examples = Path(fadamgc.__file__).parents[2] / "examples"  # of this checkout
     app, events = folder / "app", folder / "events.jsonl"
-    shutil.copytree(HERE.parent / "examples" / "flower-digits", app)
+    shutil.copytree(examples / "flower-digits", app)
     text = (app / "pyproject.toml").read_text()
     text = text.replace("fadamgc.flower.dataset_apps:server", "app:server")
     (app / "pyproject.toml").write_text(text.replace("fadamgc.flower.dataset_apps:client", "app:timed"))
@@ -143,6 +148,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--turns", type=int, default=2, help="federations of each checkout")
     parser.add_argument("--config", default="", help="more values for the app's config")
+    parser.add_argument("--save", type=Path, help="file for the medians")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker is not None:
@@ -163,14 +169,35 @@ def main() -> None:
                 events = json.loads((Path(folder) / "measured.json").read_text())
             for name, values in measure(events).items():
                 numbers.setdefault(name, []).extend(values)
-    columns = [path.resolve().name for path in options.checkouts]
+    names = (*PARTS, TOTAL, CPU)
+    result = {
+        "columns": [path.resolve().name for path in options.checkouts],
+        "medians": {name: [round(median(numbers[name]), 3) for numbers in measured] for name in names},
+        "rounds": [len(numbers[TOTAL]) for numbers in measured],
+        "nodes": NODES,
+        "cores": os.cpu_count(),
+        "machine": platform.processor() or platform.machine(),
+        "python": platform.python_version(),
+        "flwr": version("flwr"),
+        "torch": version("torch"),
+    }
+    print(table(result))
+    if options.save is not None:
+        options.save.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def table(result: dict[str, Any]) -> str:
+    """Return the medians as a table in Markdown, with a line that says what was measured."""
+    columns = result["columns"]
     lines = [f"| Median seconds | {' | '.join(columns)} |", "|---|" + "--:|" * len(columns)]
-    for name in (*PARTS, TOTAL, CPU):
-        cells = (f"{median(numbers[name]):.2f}" for numbers in measured)
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    counts = ", ".join(str(len(numbers[TOTAL])) for numbers in measured)
-    print("\n".join(lines))
-    print(f"\n{counts} rounds of {NODES} nodes on one machine with {os.cpu_count()} cores")
+    for name, medians in result["medians"].items():
+        cells = " | ".join(f"{value:.2f}" for value in medians)
+        lines.append(f"| **{name}** | {cells} |" if name == TOTAL else f"| {name} | {cells} |")
+    rounds = " and ".join(map(str, result["rounds"]))
+    place = f"{result['nodes']} nodes on one machine with {result['cores']} cores"
+    return "\n".join(
+        [*lines, "", f"{rounds} rounds of {place}, flwr {result['flwr']}, torch {result['torch']}."]
+    )
 
 
 if __name__ == "__main__":

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ import torch
 import fadamgc
 from fadamgc.algorithm import AnyAlgorithm, example
 from fadamgc.cli.catalogue import FILE, current
-from fadamgc.experiments.report.numbers import T95, read_results
+from fadamgc.experiments.report.numbers import Difference, read_results
 from fadamgc.experiments.report.tables import to_target
 from fadamgc.federation.run import Run
 from fadamgc.grouped import GroupedAlgorithm
@@ -94,12 +93,16 @@ def ray_traffic() -> str:
 
 
 def _report() -> Any:
-    spec = importlib.util.spec_from_file_location("report", ROOT / "benchmarks" / "report.py")
+    return _module("report")
+
+
+def _module(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
-    report = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(report)
-    return report
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _benchmarks() -> Any:
@@ -189,15 +192,20 @@ def difference(runs: list[Run], others: list[Run], target: float) -> str:
         {run.settings["seed"]: run.rounds_to(target) or len(run.history) for run in group}
         for group in (runs, others)
     )
-    differences = [rounds[seed] - plain[seed] for seed in sorted(rounds.keys() & plain.keys())]
-    half = T95[len(differences) - 2] * stdev(differences) / math.sqrt(len(differences))
-    return f"{mean(differences):+.1f} ± {half:.1f}"
+    found = Difference.of([rounds[seed] - plain[seed] for seed in sorted(rounds.keys() & plain.keys())])
+    return f"{found.mean:+.1f} ± {found.half:.1f}"
+
+
+def round_trip() -> str:
+    """Return where the time of a federation's round goes, as ``benchmarks/round_trip.py`` has measured it."""
+    measured = json.loads((ROOT / "results" / "benchmarks" / "round-trip.json").read_text())
+    return str(_module("round_trip").table(measured))
 
 
 BLOCKS: dict[str, tuple[Callable[[], str], ...]] = {
     "README.md": (results, algorithms, bench),
     "docs/codecs.md": (codecs, codecs_elsewhere),
-    "docs/flower.md": (traffic,),
+    "docs/flower.md": (traffic, round_trip),
     "docs/methods.md": (exactness,),
     "docs/ray.md": (ray_traffic,),
 }
