@@ -316,26 +316,36 @@ class Walk:
         self.start_server()
         self.register()
         self._wait_for_nodes()
-        operator.run(self.block("operator, after the move").replace("rounds=5", f"rounds={rounds + 2}"))
-        assert [record["round"] for record in self.history()] == [*range(1, rounds + 3)]
-        assert self.missing(rounds + 2) == []
-        self.check_in_step()
+        self._resume(rounds + 2)
+        say("a node moves")
+        nodes[1].stop()
+        self.copy("node-1 .local/state/fadamgc", nodes[1], stranger)
+        nodes[1] = stranger
+        wait_for(lambda: self.online() == 1, "the end of the old node")
+        stranger.start(self.block("node 0, stays", 1))
+        self._wait_for_nodes()
+        self._resume(rounds + 3)
         self.server.run(f"fadamgc report {self.state}")
         assert (self.state / "report.html").stat().st_size > 10_000
         assert (
-            f'fadamgc_round{{experiment="flower-digits"}} {rounds + 2}.0'
+            f'fadamgc_round{{experiment="flower-digits"}} {rounds + 3}.0'
             in (self.state / "metrics.prom").read_text()
         )
+
+    def _resume(self, rounds: int) -> None:
+        """Run up to a round; check that no round was lost and nobody was missing from the last one."""
+        command = self.block("operator, after the move")
+        self.operator.run(command.replace("rounds=5", f"rounds={rounds}"))
+        assert [record["round"] for record in self.history()] == [*range(1, rounds + 1)]
+        assert self.missing(rounds) == []
+        self.check_in_step()
 
     def _wait_for_nodes(self) -> None:
         """Wait for the nodes at the new server; restart one that has ended, as a service manager does."""
         until = time.monotonic() + 180
         while self.online() < 2:
             if time.monotonic() > until:
-                sys.exit(
-                    "the nodes did not connect to the new server\n"
-                    + "".join(n.logs()[-3000:] for n in self.nodes)
-                )
+                sys.exit("the nodes did not connect again\n" + "".join(n.logs()[-3000:] for n in self.nodes))
             for i, node in enumerate(self.nodes):
                 if node.services[-1].poll() is not None:
                     say(f"   node {i} has ended; it starts again")
