@@ -33,7 +33,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def _expanded(nav: Any, pages: list[str]) -> Any:
-    """Replace each folder in the navigation by its pages; a folder without pages is left out."""
+    """Replace each folder in the navigation by its pages; a folder without pages is skipped."""
     if isinstance(nav, dict):
         return {title: found for title, item in nav.items() if (found := _expanded(item, pages))}
     if isinstance(nav, list):

@@ -20,7 +20,8 @@ import torch
 import fadamgc
 from fadamgc.algorithm import AnyAlgorithm, example
 from fadamgc.cli.catalogue import FILE, current
-from fadamgc.experiments.report.numbers import Difference, read_results
+from fadamgc.experiments.report.means import Difference
+from fadamgc.experiments.report.numbers import read_results
 from fadamgc.experiments.report.tables import to_target
 from fadamgc.federation.run import Run
 from fadamgc.grouped import GroupedAlgorithm

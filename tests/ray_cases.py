@@ -157,13 +157,13 @@ def convolutions(_):
 
 def local_parameters(_):
     options = RUN | {"local_parameters": "0", "eval_clients": "epoch"}
-    runs = [fadamgc.simulate(ALGO, task(), executor=e, **options) for e in ("loop", fadamgc.Ray(actors=1))]
+    runs = [fadamgc.simulate(ALGO, task(), executor=e, **options) for e in ("loop", fadamgc.Ray(actors=2))]
     return {"difference": far(*runs), "metrics": runs[0].history[-1].metrics == runs[1].history[-1].metrics}
 
 
 def codecs(_):
     options = RUN | {"codec": {"dx": "topk:0.1", "y": "int8", "dy": "int8"}}
-    executors = ("loop", fadamgc.Ray(actors=1, inner="loop"))
+    executors = ("loop", fadamgc.Ray(actors=2, inner="loop"))
     one, other = (fadamgc.simulate(ALGO, task(), executor=executor, **options) for executor in executors)
     rests = [torch.equal(a.rest.dx, b.rest.dx) for a, b in zip(one.clients, other.clients, strict=True)]
     return {"difference": far(one, other), "rests": all(rests)}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import posixpath
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,16 +53,13 @@ def linked(text: str, page: str) -> Iterator[str]:
             yield path
 
 
-def rewritten(
-    text: str, page: str, repository: str = "", method_pages: Mapping[str, str] | None = None
-) -> str:
+def rewritten(text: str, page: str, repository: str = "") -> str:
     """Return the text of a page with links that work in the site.
 
     Args:
         text: Markdown of the page, with links that work on GitHub.
         page: the page's place in the site, such as ``guide.md``.
         repository: URL of the repository, or nothing.
-        method_pages: pages of methods by their source files.
     """
     folder = posixpath.dirname(source_of(page))
 
@@ -71,8 +68,7 @@ def rewritten(
         path = posixpath.normpath(posixpath.join(folder, target))
         if not target or not (ROOT / path).exists() or path.startswith(".."):
             return match.group()
-        to = (method_pages or {}).get(path) or page_of(path)
-        if to is not None:
+        if (to := page_of(path)) is not None:
             return f"[{words}]({os.path.relpath(to, posixpath.dirname(page) or '.')}{anchor})"
         if repository:
             return f"[{words}]({repository.rstrip('/')}/blob/main/{path}{anchor})"

@@ -36,17 +36,17 @@ def public_names() -> dict[str, Any]:
 
 
 def method_names() -> set[str]:
-    """Return the public names of methods; each has a page, made by ``method_pages``."""
+    """Return the public names of the registered methods."""
     return {f"fadamgc.{methods.algorithm_class(name).__name__}" for name in methods.algorithms()}
 
 
 def documented(texts: Iterable[str]) -> list[str]:
-    """Return the names that pages of the reference document."""
+    """Return the names that these pages of the reference document, as often as they do."""
     return [name for text in texts for name in _LINE.findall(text)]
 
 
 def pages() -> Iterator[str]:
-    """Yield the text of all pages of the reference that are written by hand."""
+    """Yield the text of all pages of the reference."""
     yield from (path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.md")))
 
 

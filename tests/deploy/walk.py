@@ -17,7 +17,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -73,42 +75,28 @@ class Host:
         for words in (f"addr add {address}/24 dev eth0", "link set eth0 up", "link set lo up"):
             system("ip", "-n", name, *words.split())
 
-    def _command(self, script: str) -> list[str]:
-        return ["nsenter", f"--net=/run/netns/{self.name}", "bash", "-euc", script]
-
-    @property
-    def _environment(self) -> dict[str, str]:
+    def _here(self, script: str) -> dict[str, Any]:
+        """Return how a process of this host is started: its command, its folder and its environment."""
         variables = {k: v for k, v in os.environ.items() if not k.startswith(("FADAMGC_", "FLWR_"))}
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        offline = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
-        return variables | offline | {"HOME": str(self.home), "PATH": path, "OMP_NUM_THREADS": "1"}
+        variables |= {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "OMP_NUM_THREADS": "1"}
+        command = ["nsenter", f"--net=/run/netns/{self.name}", "bash", "-euc", script]
+        environment = variables | {"HOME": str(self.home), "PATH": path}
+        return {"args": command, "cwd": self.home, "env": environment}
 
-    def run(self, script: str, fails: bool = False) -> str:
+    def run(self, script: str) -> str:
         """Run commands; return what they print."""
         done = subprocess.run(
-            self._command(script),
-            cwd=self.home,
-            env=self._environment,
-            capture_output=True,
-            text=True,
-            timeout=LIMIT,
-            check=False,
+            **self._here(script), capture_output=True, text=True, timeout=LIMIT, check=False
         )
-        if (done.returncode != 0) != fails:
+        if done.returncode:
             sys.exit(f"{self.name}: {script}\n{done.stdout}{done.stderr}\nended with {done.returncode}")
-        return done.stdout + done.stderr
+        return str(done.stdout + done.stderr)
 
     def start(self, script: str) -> subprocess.Popen[bytes]:
         """Start commands that stay; what they print is in a log."""
         with open(self.home / f"service-{len(self.services)}.log", "wb") as log:
-            process = subprocess.Popen(
-                self._command(script),
-                cwd=self.home,
-                env=self._environment,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+            process = subprocess.Popen(**self._here(script), stdout=log, stderr=log, start_new_session=True)
         self.services.append(process)
         return process
 
@@ -153,6 +141,16 @@ def wait_for(condition: Callable[[], object], what: str, limit: float = LIMIT) -
         if time.monotonic() > until:
             sys.exit(f"{what} did not happen within {limit:g} s")
         time.sleep(0.3)
+
+
+def others() -> list[str]:
+    """Return the command lines of the other processes in this namespace that have not ended."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if command := (folder / "cmdline").read_bytes():
+                found.append(command.replace(b"\0", b" ").decode(errors="replace")[:200])
+    return [command for command in found if __file__ not in command]
 
 
 def say(text: str) -> None:
@@ -378,6 +376,7 @@ def main() -> None:
         finally:
             for host in walk.hosts.values():
                 host.stop()
+        wait_for(lambda: not others(), "the end of all processes", 30)
     say(f"all steps of docs/deploy.md work; {time.monotonic() - began:.0f} s")
 
 

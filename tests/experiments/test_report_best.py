@@ -11,7 +11,8 @@ from rich.console import Console
 from scipy.stats import t as student
 from scipy.stats import ttest_rel
 
-from fadamgc.experiments.report.numbers import CLEARLY_BEST, T95, Difference, ReportedExperiment, read_results
+from fadamgc.experiments.report.means import T95, Difference
+from fadamgc.experiments.report.numbers import CLEARLY_BEST, ReportedExperiment, read_results
 from fadamgc.experiments.report.tables import caption, results_markdown, results_table, summary_latex
 from fadamgc.experiments.report.write import write_report
 from fadamgc.experiments.run.runner import run_spec

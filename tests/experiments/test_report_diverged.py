@@ -14,9 +14,9 @@ from rich.console import Console
 from command import fadamgc
 from fadamgc.errors import InputError
 from fadamgc.experiments.folder import ExperimentFolder
+from fadamgc.experiments.report.means import Spread
 from fadamgc.experiments.report.numbers import (
     ReportedExperiment,
-    Spread,
     curves,
     mean_curves,
     read_results,

@@ -11,7 +11,8 @@ import statistics
 import pytest
 
 from fadamgc import InputError
-from fadamgc.experiments.report.numbers import Spread, read_results, summary_frame
+from fadamgc.experiments.report.means import Spread
+from fadamgc.experiments.report.numbers import read_results, summary_frame
 from fadamgc.experiments.report.tables import results_markdown, results_table
 from fadamgc.experiments.report.write import write_report
 from fadamgc.experiments.run.runner import run_spec

@@ -76,7 +76,7 @@ def test_a_federation_of_every_method_gives_the_simulators_numbers(name, tmp_pat
 
 def dataclass_without_time(record):
     """Also without the norms of the replies, which a simulation does not compute."""
-    return {k: v for k, v in record.to_json().items() if k not in ("wall_seconds", "messages")}
+    return {k: v for k, v in record.to_json().items() if k not in ("wall_seconds", "replies")}
 
 
 def test_algorithms_that_begin_with_gradients_do(tmp_path):
@@ -458,7 +458,7 @@ def test_the_history_has_norms_and_refusals(tmp_path):
         else:
             world.server.consider(reply.client, reply)
             vectors.append(reply.up)
-    found = world.server.close().messages
+    found = world.server.close().replies
     assert found.pop("refused replies") == 1
     norms = {name: [float(up[name].norm()) for up in vectors] for name in ("dx", "dy")}
     assert found == {
@@ -467,10 +467,10 @@ def test_the_history_has_norms_and_refusals(tmp_path):
         for of, value in (("median", sum(values) / 2), ("largest", max(values)))
     }
     world.start()  # they are in the checkpoint
-    assert world.server.history[0].messages == found | {"refused replies": 1}
+    assert world.server.history[0].replies == found | {"refused replies": 1}
     world.server.run().save(tmp_path / "run", states=False)
     run = fadamgc.load_run(tmp_path / "run")
-    assert run.history[0].messages == found | {"refused replies": 1}
+    assert run.history[0].replies == found | {"refused replies": 1}
     assert "its loss is nan" in run.settings["refusals"][0]
     assert run.to_pandas()["refused replies"].tolist() == [1]
 

@@ -39,7 +39,7 @@ def case(request):
 
 
 def without_time(record):
-    return {k: v for k, v in record.to_json().items() if k not in ("wall_seconds", "messages")}
+    return {k: v for k, v in record.to_json().items() if k not in ("wall_seconds", "replies")}
 
 
 def test_a_federation_gives_the_simulators_numbers(case, tmp_path):

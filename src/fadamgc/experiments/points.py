@@ -88,7 +88,7 @@ def grid_end(value: Any, values: Sequence[Any]) -> str | None:
 def beyond_end(value: Any, values: Sequence[Any]) -> float | None:
     """Return the value to try next if the chosen one is at an end of those that were tried, else None.
 
-    It is as far from the end as the end from the others, so that 1, 3, 10 goes on with 30.
+    The ratio of the last values is repeated: 30 comes after 1, 3, 10.
 
     >>> beyond_end(1.0, [0.1, 0.3, 1.0]), beyond_end(0.1, [0.1, 0.3, 1.0]), beyond_end(0.3, [0.1, 0.3, 1.0])
     (3.0, 0.03, None)

@@ -26,7 +26,7 @@ from fadamgc.experiments.points import (
     points_table,
     shown_values,
 )
-from fadamgc.experiments.report.numbers import mean_of
+from fadamgc.experiments.report.means import mean_of
 from fadamgc.experiments.run.runner import Runner
 from fadamgc.experiments.spec.sections import MethodSpec, Spec, TuneSpec
 from fadamgc.federation.run import Run
@@ -86,7 +86,7 @@ def tune(
     - "random": some points of each grid, drawn at random;
     - "optuna": some points of each grid, one after the other, suggested by Optuna's TPE.
 
-    With ``extend`` the search goes on beyond the ends of the grids, until no chosen number is the smallest or
+    With ``extend`` numbers beyond the ends of the grids are tried, until no chosen number is the smallest or
     the largest that was tried, or the method accepts none beyond it.
 
     All methods are searched in the same way. The arguments are those of ``run_spec``.

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 from fadamgc.errors import shown, whole
 from fadamgc.federation.cost import WORK_COLUMNS, CostModel, Work
 
-NAMED = ("metrics", "messages")  # fields of a record that have numbers by name
+NAMED = ("metrics", "replies")  # fields of a record that have numbers by name
 BY_CLIENT = "clients: "  # prefix of the names of numbers over clients, see ``metrics.client_metrics``
 
 Packed: TypeAlias = "array[int] | tuple[int, ...] | Repeated"
@@ -122,7 +122,7 @@ class Record:
     dropped: tuple[int, ...] = _columns()  # sampled, but their update was not finite
     absent: tuple[int, ...] = _columns()  # sampled, but they did not answer, or not in time
     metrics: dict[str, float] = field(default_factory=dict)  # all numbers of a metric that has several
-    messages: dict[str, float] = field(default_factory=dict, compare=False)  # norms, refusals of a federation
+    replies: dict[str, float] = field(default_factory=dict, compare=False)  # on Flower: norms, refusals
     work: tuple[Work, ...] = field(default=_work_columns(), repr=False)
 
     def priced(self, cost: CostModel) -> Record:

@@ -200,8 +200,8 @@ class Run:
         import pandas as pd
 
         names = [f.name for f in dataclasses.fields(Record) if f.name not in ("work", *NAMED)]
-        more = list(dict.fromkeys(name for r in self.history for name in r.metrics | r.messages))
-        rows = [{name: getattr(r, name) for name in names} | r.metrics | r.messages for r in self.history]
+        more = list(dict.fromkeys(name for r in self.history for name in r.metrics | r.replies))
+        rows = [{name: getattr(r, name) for name in names} | r.metrics | r.replies for r in self.history]
         return pd.DataFrame(rows, columns=[*names, *more])
 
     def save(self, path: str | Path, *, states: bool = True) -> None:

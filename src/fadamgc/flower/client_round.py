@@ -69,7 +69,7 @@ def evaluate(client: LocalClient, request: EvaluateRequest) -> EvaluateReply:
     elif request.metric != metric_name(metric):
         raise RefusedError(
             "metric",
-            f"client {number}: the server's task has a metric of its own, and this client's has "
+            f"client {number}: the server's task has a custom metric, and this client's has "
             f"{metric!r}; let the client's load return a Task with the same metric",
         )
     owner = f"client {number}: the server's"

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,6 +30,7 @@ from fadamgc.federation.sampling import Draw
 from fadamgc.federation.server import Federation, ServerState
 from fadamgc.federation.sums import Sums
 from fadamgc.files import as_json
+from fadamgc.flower.client_evaluation import ClientEvaluation
 from fadamgc.flower.config import ServerConfig
 from fadamgc.flower.logs import log
 from fadamgc.flower.members import Members
@@ -49,10 +48,9 @@ from fadamgc.flower.protocol import (
     decoded,
     metric_name,
 )
-from fadamgc.flower.reply_checks import Norms, ReplyChecks, Scale, evaluate, refusal
+from fadamgc.flower.reply_checks import Norms, ReplyChecks, Scale, evaluate, norm_statistics, refusal
 from fadamgc.flower.server_store import Checkpoint, ServerStore
 from fadamgc.grouped import GroupedAlgorithm
-from fadamgc.metrics import client_metrics
 from fadamgc.task import Task
 from fadamgc.tree import from_names, named_leaves
 
@@ -120,8 +118,7 @@ class Coordinator:
             self.members.keys.pop(client, None)
         self._write()
         self._clear_round()
-        self._evaluating: dict[int, EvaluateRequest] = {}
-        self._values: dict[int, EvaluateReply] = {}
+        self._evaluation = ClientEvaluation((), self.checks)
 
     @property
     def t(self) -> int:
@@ -142,6 +139,11 @@ class Coordinator:
     def history(self) -> list[Record]:
         """One record per closed round."""
         return self.federation.history
+
+    @property
+    def sent_fields(self) -> tuple[str, ...]:
+        """The names of the fields that clients send."""
+        return tuple(self._up)
 
     # Asking clients.
 
@@ -355,16 +357,9 @@ class Coordinator:
         missing = tuple(i for i in draw.sampled if i not in replies)
         seconds = time.perf_counter() - self._began
         record = federation.record(draw, sums, evaluation, steps, seconds, missing, silent=missing)
-        return replace(record, messages=self._message_numbers(replies))
-
-    def _message_numbers(self, replies: Collection[int]) -> dict[str, float]:
-        """Return the norms of the vectors that count in a round, and how many replies were refused."""
-        numbers = {"refused replies": float(len(self.refusals_in(self.t + 1)))}
-        for name in self._up:
-            norms = [self._norms[i][name] for i in sorted(replies) if name in self._norms[i]]
-            if norms:
-                numbers |= {f"norm of {name}, median": median(norms), f"norm of {name}, largest": max(norms)}
-        return numbers
+        refused = {"refused replies": float(len(self.refusals_in(self.t + 1)))}
+        norms = norm_statistics([self._norms[i] for i in sorted(replies)], self.sent_fields)
+        return replace(record, replies=refused | norms)
 
     def refusals_in(self, t: int) -> list[str]:
         """Return what was refused in round t, of the last refusals."""
@@ -382,14 +377,14 @@ class Coordinator:
     def ask_evaluation(self, available: Iterable[int]) -> list[EvaluateRequest]:
         """Return the requests to evaluate the model on the data of the clients that are available."""
         self.store.check()
-        self._evaluation_began, self._values = time.perf_counter(), {}
         (server, buffers), s = self.federation.state, self.settings
         stamp, metric = Stamp(self.t, self.store.attempt), metric_name(self.task.metric)
         model = (metric, s.seed, s.computing, server.x, buffers)
-        self._evaluating = {
-            i: EvaluateRequest(self.experiment, i, self.generation, stamp, *model) for i in sorted(available)
-        }
-        return list(self._evaluating.values())
+        requests = [
+            EvaluateRequest(self.experiment, i, self.generation, stamp, *model) for i in sorted(available)
+        ]
+        self._evaluation = ClientEvaluation(requests, self.checks)
+        return requests
 
     def consider_evaluation(self, client: int, reply: EvaluateReply) -> None:
         """Accept a client's evaluation; the record does not change yet.
@@ -398,32 +393,20 @@ class Coordinator:
             RefusedError: the reply is not as requested.
         """
         with self.noting_refusals(self.t):
-            request = self._evaluating.get(client)
-            if request is None:
-                raise refusal(client, "not asked", "it was not asked to evaluate")
-            if client in self._values:
-                raise refusal(client, "twice", "it has already answered")
-            self.checks.check_evaluation(reply, request)
-        self._values[client] = reply
+            self._evaluation.consider(client, reply)
 
     def close_evaluation(self) -> Record:
         """Add the clients' evaluations to the last record, and write the checkpoint.
 
-        If some clients have test data, the others do not count, as in a simulation. Without any reply, the
-        record stays as it is.
+        Without any reply, the record stays as it is.
         """
-        last, replies = self.history[-1], sorted(self._values.items())
-        if any(reply.held_out for _, reply in replies):
-            replies = [(i, reply) for i, reply in replies if reply.held_out]
-        self._evaluating, self._values = {}, {}
-        if not replies:
-            return last
+        last, evaluation = self.history[-1], self._evaluation
+        self._evaluation = ClientEvaluation((), self.checks)
         trained = {i for r in self.history for i in r.sampled if i not in r.dropped and i not in r.absent}
-        values = np.array([reply.value for _, reply in replies])
-        seen = [position for position, (i, _) in enumerate(replies) if i in trained]
-        named = client_metrics(values, seen, str(self.task.goal))
-        seconds = last.wall_seconds + time.perf_counter() - self._evaluation_began
-        self.history[-1] = replace(last, metrics=last.metrics | named, wall_seconds=seconds)
+        if not (metrics := evaluation.metrics(trained, str(self.task.goal))):
+            return last
+        seconds = last.wall_seconds + evaluation.seconds
+        self.history[-1] = replace(last, metrics=last.metrics | metrics, wall_seconds=seconds)
         try:
             self._write()
         except BaseException:

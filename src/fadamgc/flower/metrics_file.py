@@ -6,9 +6,9 @@ The metrics are those of the last closed round and sums over all closed rounds, 
 from __future__ import annotations
 
 import math
-import re
 import time
 from collections.abc import Iterator, Mapping
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ from fadamgc.federation.record import Record
 from fadamgc.files import make_folder, unwritable, write_atomic
 from fadamgc.flower.coordinator import Coordinator
 from fadamgc.flower.logs import log
+from fadamgc.flower.reply_checks import STATISTICS, norm_name
 
 METRICS_FILE = "metrics.prom"  # in the server's folder, which is private
 PREFIX = "fadamgc_"
@@ -124,9 +125,9 @@ def _samples(c: Coordinator, now: float) -> Iterator[Sample]:
     numbers = next((record.metrics for record in reversed(history) if record.metrics), {})
     for number, value in numbers.items():
         yield Sample("test_metrics", value, {"name": number})
-    for number, value in history[-1].messages.items():
-        if (found := re.fullmatch("norm of (.*), (median|largest)", number)) is not None:
-            yield Sample("update_norm", value, {"field": found[1], "of": found[2]})
+    for field, statistic in product(c.sent_fields, STATISTICS):
+        if (value := history[-1].replies.get(norm_name(field, statistic))) is not None:
+            yield Sample("update_norm", value, {"field": field, "of": statistic})
 
 
 def _last(history: list[Record], name: str) -> float | None:

@@ -116,7 +116,9 @@ def main(kind: str, folder: Path, *words: str) -> None:
     if options is not None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed()  # Python's random numbers start anew in a fork, numpy's do not
+            sys.modules[
+                "numpy"
+            ].random.seed()  # Python seeds its random numbers again in a fork, numpy does not
         sys.argv = [COMMAND, *options]
         sys.exit(getattr(import_module(module), name)())
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from statistics import median_low
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import median, median_low
 from typing import NamedTuple
 
 import torch
@@ -31,6 +31,7 @@ QUICK_TEST = 256  # test samples that are evaluated in a round without an evalua
 STEPS = "local steps"  # the typical number of steps is remembered like a norm
 
 Norms = dict[str, float]
+STATISTICS: dict[str, Callable[[Sequence[float]], float]] = {"median": median, "largest": max}  # of norms
 Tensors = Mapping[str, Tensor]
 
 
@@ -179,6 +180,20 @@ class ReplyChecks:
         pair = value.double(), other.double()
         first, second = (t.clamp(min=0).sqrt() for t in pair) if name in self._variances else pair
         return _norm(first - second)
+
+
+def norm_name(field: str, statistic: str) -> str:
+    """Return the name of a norm in ``Record.replies``; ``statistic`` is one of ``STATISTICS``."""
+    return f"norm of {field}, {statistic}"
+
+
+def norm_statistics(norms: Sequence[Norms], fields: Iterable[str]) -> dict[str, float]:
+    """Return the statistics of the norms of these fields, over the replies that have the field."""
+    numbers: dict[str, float] = {}
+    for field in fields:
+        if lengths := [of_reply[field] for of_reply in norms if field in of_reply]:
+            numbers |= {norm_name(field, name): compute(lengths) for name, compute in STATISTICS.items()}
+    return numbers
 
 
 def evaluate(federation: Federation, state: ServerState) -> tuple[dict[str, float], str | None]:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from fadamgc.experiments.report import tables
+from fadamgc.experiments.report.means import Difference
 from fadamgc.experiments.report.numbers import (
-    Difference,
     Experiments,
     ReportedExperiment,
     Results,

@@ -25,7 +25,8 @@ import numpy as np
 import torch
 
 from fadamgc.escape import csv_bytes, printable
-from fadamgc.experiments.report.numbers import Experiments, Spread, mean_of
+from fadamgc.experiments.report.means import Spread, mean_of
+from fadamgc.experiments.report.numbers import Experiments
 from fadamgc.experiments.report.plots import colour, image_files, tidy
 from fadamgc.experiments.report.tables import DIVERGED, Table, text_rows
 from fadamgc.experiments.spec.sections import MethodSpec, Spec

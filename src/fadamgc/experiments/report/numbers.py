@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from fadamgc import escape
 from fadamgc.errors import InputError
 from fadamgc.experiments.folder import ExperimentFolder, SavedExperiment
 from fadamgc.experiments.points import Point
+from fadamgc.experiments.report.means import Difference, Spread, mean_of
 from fadamgc.experiments.spec.sections import STEPS, MethodSpec
 from fadamgc.federation.cost import CostModel
 from fadamgc.federation.run import Run
@@ -29,12 +30,6 @@ MEASURES = {  # fields of a Row, and their titles
     "average": "{metric}, mean over the rounds",
 }
 LARGEST = 1e300  # largest value that is drawn, because an axis needs room above it
-# 97.5 % quantiles of Student's t distribution with 1 to 30 degrees of freedom; more seeds use the last one.
-T95 = (
-    *(12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281),
-    *(2.2010, 2.1788, 2.1604, 2.1448, 2.1314, 2.1199, 2.1098, 2.1009, 2.0930, 2.0860),
-    *(2.0796, 2.0739, 2.0687, 2.0639, 2.0595, 2.0555, 2.0518, 2.0484, 2.0452, 2.0423),
-)
 CLEARLY_BEST = (
     "Bold: clearly best. The 95 % confidence interval of its paired difference over seeds to the second best "
     "excludes 0; a run that missed the target counts with all its rounds."
@@ -42,32 +37,6 @@ CLEARLY_BEST = (
 
 
 # One row per method.
-
-
-def mean_of(values: Sequence[float]) -> float:
-    """Return the mean, also of values whose sum is beyond the largest number."""
-    try:
-        return fmean(values)
-    except (OverflowError, ValueError):
-        largest = max(map(abs, values))
-        return fmean(value / largest for value in values) * largest
-
-
-class Spread(NamedTuple):
-    """Mean and sample standard deviation; NaN where there are too few values."""
-
-    mean: float
-    std: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
-        """Return the spread of the finite values."""
-        finite = [value for value in values if math.isfinite(value)]
-        try:
-            std = stdev(finite) if len(finite) > 1 else math.nan
-        except OverflowError:
-            std = math.nan
-        return cls(mean_of(finite) if finite else math.nan, std)
 
 
 @dataclass(frozen=True)
@@ -216,31 +185,6 @@ def _clearly_best(results: Results, measure: str) -> str | None:
 
 
 # Paired comparisons: seeds share the partition and the batches.
-
-
-class Difference(NamedTuple):
-    """The mean of paired differences, and half of the width of its 95 % confidence interval.
-
-    >>> Difference.of([1.0, 1.1, 0.9]).clear, Difference.of([1.0, 2.0]).clear
-    (1, 0)
-    """
-
-    mean: float
-    half: float  # NaN with fewer than two pairs
-
-    @classmethod
-    def of(cls, differences: Sequence[float]) -> Difference:
-        """Return the mean of the differences and its interval, by Student's t distribution."""
-        count = len(differences)
-        mean, std = Spread.of(differences)
-        return cls(
-            mean, T95[min(count - 2, len(T95) - 1)] * std / math.sqrt(count) if count > 1 else math.nan
-        )
-
-    @property
-    def clear(self) -> int:
-        """1 or -1 if the interval is above or below 0, else 0."""
-        return int(self.mean > self.half) - int(self.mean < -self.half)
 
 
 def difference(results: Results, label: str, rival: str, measure: str) -> Difference:

@@ -22,7 +22,8 @@ import jinja2
 from fadamgc.codecs import make_codec
 from fadamgc.errors import InputError, whole
 from fadamgc.escape import printable
-from fadamgc.experiments.report.numbers import T95, Experiments, ReportedExperiment, Results, method_labels
+from fadamgc.experiments.report.means import T95
+from fadamgc.experiments.report.numbers import Experiments, ReportedExperiment, Results, method_labels
 from fadamgc.experiments.report.plots import EARLY, MARGIN, colour, dash
 from fadamgc.experiments.report.tables import (
     FURTHER,
@@ -148,8 +149,8 @@ def _quantities(results: Results) -> dict[str, tuple[str, str]]:
         finite = [v for v, _ in pairs if v is not None and math.isfinite(v)]
         if finite and any(value != metric_value for value, metric_value in pairs):
             found[name] = (name.replace("_", " "), "logarithmic" if min(finite) > 0 else "linear")
-    for name in dict.fromkeys(name for record in records for name in record.messages):
-        found[f"messages {name}"] = (printable(name), "linear")
+    for name in dict.fromkeys(name for record in records for name in record.replies):
+        found[f"replies {name}"] = (printable(name), "linear")
     names = dict.fromkeys(name for record in records for name in record.metrics)
     by_client = [name for name in names if name.startswith(BY_CLIENT)]
     for name in [*by_client, *(name for name in names if name not in by_client)][:MOST_NAMED]:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from fadamgc import escape
 from fadamgc.escape import printable
 from fadamgc.experiments.report import numbers
-from fadamgc.experiments.report.numbers import CLEARLY_BEST, TO_TARGET, Experiments, Results, Row, Spread
+from fadamgc.experiments.report.means import Spread
+from fadamgc.experiments.report.numbers import CLEARLY_BEST, TO_TARGET, Experiments, Results, Row
 
 if TYPE_CHECKING:
     import rich.table

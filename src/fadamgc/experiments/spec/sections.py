@@ -10,8 +10,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Annotated, Any, Literal, Self, TypeAlias, get_args
 
 import torch
@@ -327,31 +327,18 @@ class Spec(Section):
         return self
 
     @model_validator(mode="after")
-    def _check_codecs(self) -> Spec:
+    def _check_messages(self) -> Spec:
+        """Refuse codecs and aggregations that a method cannot have, with a remedy if they are in [run]."""
         for method in self.methods:
-            if not method.known or not (codec := self.codec(method)):
+            if not method.known:
                 continue
-            try:
-                MessageCodecs(codec_table(codec), method.make().at(1), 1, torch.float32)
-            except InputError as error:
-                if method.codec is not None:
-                    raise ValueError(f"[[method]] {method.label}: {error}") from None
-                remedy = f"give [[method]] {method.label} a codec of its own, or codec = {{}} for none"
-                raise ValueError(f"[run] {error}; {remedy}") from None
-        return self
-
-    @model_validator(mode="after")
-    def _check_aggregations(self) -> Spec:
-        for method in self.methods:
-            if not method.known or not (aggregation := self.aggregation(method)):
-                continue
-            try:
-                check_robust(aggregation, method.make().at(1), self.run.weights)
-            except InputError as error:
-                if method.aggregation is not None:
-                    raise ValueError(f"[[method]] {method.label}: {error}") from None
-                remedy = f"give [[method]] {method.label} aggregation = 'mean'"
-                raise ValueError(f"[run] {error}; {remedy}") from None
+            algorithm, label = method.make().at(1), method.label
+            if codec := self.codec(method):
+                remedy = f"give [[method]] {label} a codec of its own, or codec = {{}} for none"
+                with _blaming(method, "codec", remedy):
+                    MessageCodecs(codec_table(codec), algorithm, 1, torch.float32)
+            with _blaming(method, "aggregation", f"give [[method]] {label} aggregation = 'mean'"):
+                check_robust(self.aggregation(method), algorithm, self.run.weights)
         return self
 
     @model_validator(mode="after")
@@ -430,3 +417,14 @@ class Spec(Section):
             table = method.model_dump(exclude={"hyperparameters"})
             parts.append(toml_table("[[method]]", table | method.hyperparameters))
         return "\n".join(parts)
+
+
+@contextmanager
+def _blaming(method: MethodSpec, key: str, remedy: str) -> Iterator[None]:
+    """Say in an error whether the value of a key is that of the method or of [run], and the remedy then."""
+    try:
+        yield
+    except InputError as error:
+        if getattr(method, key) is not None:
+            raise ValueError(f"[[method]] {method.label}: {error}") from None
+        raise ValueError(f"[run] {error}; {remedy}") from None
