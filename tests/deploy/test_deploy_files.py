@@ -65,6 +65,13 @@ def test_every_way_is_safe(command):
         assert re.fullmatch(r"partition-id=(\d+|%i)", command[command.index("--node-config") + 1])
 
 
+def test_everything_starts_again_whatever_its_exit_code():
+    """A node ends with code 0 when the SuperLink stops, as ``make test-deploy`` shows."""
+    assert all("\nRestart=always\n" in unit.read_text() for unit in UNITS)
+    services = yaml.safe_load((DEPLOY / "container" / "compose.yaml").read_text())["services"]
+    assert {service["restart"] for service in services.values()} == {"unless-stopped"}
+
+
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
 @pytest.mark.parametrize("file", UNITS, ids=lambda file: file.name)
 def test_systemd_accepts_the_units(file, tmp_path):

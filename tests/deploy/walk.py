@@ -346,7 +346,8 @@ class Walk:
                 sys.exit("the nodes did not connect again\n" + "".join(n.logs()[-3000:] for n in self.nodes))
             for i, node in enumerate(self.nodes):
                 if node.services[-1].poll() is not None:
-                    say(f"   node {i} has ended; it starts again")
+                    code = node.services[-1].returncode
+                    say(f"   node {i} has ended with code {code}; it starts again, as in deploy/systemd")
                     node.start(self.block("node 0, stays", i))
             time.sleep(5)
 

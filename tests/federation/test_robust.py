@@ -141,6 +141,30 @@ def test_runs_resume_bit_for_bit_and_not_with_another_aggregation(tmp_path):
         fadamgc.simulate(algo, task, resume=True, **options | {"aggregation": "trimmed:0.1", "rounds": 9})
 
 
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"local_parameters": "0"}, {"codec": {"dx": "topk:0.5", "dy": "int8"}}, {"clip_norm": 0.1}],
+    ids=lambda more: "".join(more) or "plain",
+)
+@pytest.mark.parametrize(
+    "algo",
+    [fadamgc.FAdamGC(), fadamgc.compose(local=fadamgc.local.Adam(v="share"), correction="pre")],
+    ids=["literal", "composed"],
+)
+def test_many_runs_at_once_and_other_settings(algo, more):
+    """The median makes a difference, and each of many runs is the run alone."""
+    settings = {"algorithm": algo, "task": class_task(), "aggregation": "median", **OPTIONS, **more}
+    if "codec" in more and hasattr(algo, "correction"):
+        settings["codec"] = {"dx": "topk:0.5", "correction.dy": "int8"}
+    settings.pop("progress")
+    alone = fadamgc.simulate(**settings, progress=False)
+    plain = fadamgc.simulate(**settings | {"aggregation": None}, progress=False)
+    assert not torch.equal(alone.x, plain.x)
+    first, second = fadamgc.simulate_many([settings, settings | {"seed": 3}], progress=False)
+    assert torch.allclose(first.x, alone.x, atol=1e-6)
+    assert not torch.equal(first.x, second.x)
+
+
 def test_mean_is_no_setting():
     runs = [
         fadamgc.simulate(fadamgc.FedAvg(), class_task(), aggregation=a, **OPTIONS) for a in ("mean", None)

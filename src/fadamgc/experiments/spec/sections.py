@@ -330,15 +330,15 @@ class Spec(Section):
     def _check_messages(self) -> Spec:
         """Refuse codecs and aggregations that a method cannot have, with a remedy if they are in [run]."""
         for method in self.methods:
-            if not method.known:
+            codec, aggregation = self.codec(method), self.aggregation(method)
+            if not method.known or not (codec or aggregation):
                 continue
             algorithm, label = method.make().at(1), method.label
-            if codec := self.codec(method):
-                remedy = f"give [[method]] {label} a codec of its own, or codec = {{}} for none"
-                with _blaming(method, "codec", remedy):
-                    MessageCodecs(codec_table(codec), algorithm, 1, torch.float32)
+            remedy = f"give [[method]] {label} a codec of its own, or codec = {{}} for none"
+            with _blaming(method, "codec", remedy):
+                MessageCodecs(codec_table(codec or ()), algorithm, 1, torch.float32)
             with _blaming(method, "aggregation", f"give [[method]] {label} aggregation = 'mean'"):
-                check_robust(self.aggregation(method), algorithm, self.run.weights)
+                check_robust(aggregation, algorithm, self.run.weights)
         return self
 
     @model_validator(mode="after")
