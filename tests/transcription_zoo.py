@@ -362,6 +362,62 @@ def fedlada(
     return {"x": xs, "v": v_server, "G": G}
 
 
+def fedkeel(
+    problem: Problem,
+    schedule: Schedule,
+    K: Steps,
+    eta_l: float,
+    eps: float,
+    eta_g: float = 1.0,
+    alpha: float = 0.1,
+    beta1: float = 0.9,
+    beta2: float = 0.99,
+    init: str = "zero",
+) -> Result:
+    """FedKeel: FedLADA on the corrected gradient g + y - y_i."""
+    n, d = problem.n, problem.d
+    x = problem.x.copy()
+    y = np.zeros(d)
+    y_i = [np.zeros(d) for _ in range(n)]
+    if init == "gradient":
+        y_i = [problem.gradient(i, x) for i in range(n)]
+        y = sum(y_i, np.zeros(d)) / n
+    v_server = np.full(d, eps**2)
+    G = np.zeros(d)
+    xs = []
+    for sampled, tracked in schedule:
+        dx_sum = np.zeros(d)
+        vh_sum = np.zeros(d)
+        dy_sum = np.zeros(d)
+        for i in sampled:
+            K_i = steps_of(K, i)
+            x_i = x.copy()
+            m = np.zeros(d)
+            v = v_server
+            vh = v_server
+            g_sum = np.zeros(d)
+            for _k in range(K_i):
+                g = problem.gradient(i, x_i)
+                g_hat = g + y - y_i[i]
+                m = beta1 * m + (1 - beta1) * g_hat
+                v = beta2 * v + (1 - beta2) * g_hat**2
+                vh = np.maximum(vh, v)
+                x_i = x_i - eta_l * (alpha * quotient(m, np.sqrt(vh)) + (1 - alpha) * G)
+                g_sum = g_sum + g
+            if i in tracked:
+                dy_sum = dy_sum + (g_sum / K_i - y_i[i])
+                y_i[i] = g_sum / K_i
+            dx_sum = dx_sum + (x_i - x)
+            vh_sum = vh_sum + vh
+        D = dx_sum / len(sampled)
+        v_server = vh_sum / len(sampled)
+        G = -D / (eta_l * mean_steps(K, sampled))
+        x = x + eta_g * D
+        y = y + dy_sum / n
+        xs.append(x)
+    return {"x": xs, "v": v_server, "G": G, "y": y, "y_i": y_i}
+
+
 def fedlalr(
     problem: Problem,
     schedule: Schedule,

@@ -126,6 +126,8 @@ def balanced() -> synthetic.Synthetic:
         fadamgc.FAdamGC(eta_l=0.01, init="gradient"),
         fadamgc.FAdamGC(eta_l=0.01, init="gradient", beta2=0.0, eps=0.0),
         fadamgc.Scaffold(eta_l=0.01, init="gradient"),
+        fadamgc.FedKeel(eta_l=0.01, init="gradient"),
+        fadamgc.FedKeel(eta_l=0.01, init="gradient", alpha=1.0),
     ],
 )
 def test_the_optimum_is_a_fixed_point_of_what_corrects_the_gradient(algo, executor):
@@ -158,6 +160,33 @@ def test_fadamgc_converges_to_the_optimum_of_ten_quadratics(sampled, long):
     assert distance(fadamgc.FAdamGC(eta_l=0.05, v_hat="restart"), rounds=long) > 1e-4  # it leaves slowly
     assert distance(fadamgc.LocalAdam(eta_l=0.05)) > 0.05
     assert distance(fadamgc.FANT(eta_l=0.05)) > 0.05
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("sampled", "tracked"), [(10, 10), (3, 3), (4, 2)])
+def test_fedkeel_converges_to_the_optimum_of_ten_quadratics(sampled, tracked):
+    data = synthetic.quadratics(clients=10, dim=5)
+
+    def distance(algo):
+        run = simulate(
+            algo, linear_task(data), executor=NOT_COMPILED, rounds=800, sampled=sampled, tracked=tracked,
+            local_steps=5, batch_size=None, eval_every=800,
+        )  # fmt: skip
+        return float((run.x - data.optimum).abs().max())
+
+    assert distance(fadamgc.FedKeel(eta_l=0.05)) < 1e-10
+    assert distance(fadamgc.FedLADA(eta_l=0.05)) > 1e-5
+
+
+def test_fedkeel_is_the_composition_of_its_parts_to_the_bit():
+    rule = fadamgc.local.Adam(eta_l=0.01, amsgrad=True, m="reset", v="share", eps=0.0, v0=1e-16)
+    composed = fadamgc.compose(rule, "pre+direction", alpha=0.1)
+    task = class_task()
+    plain = trajectory(composed, task, "loop", tracked=2)
+    assert torch.equal(trajectory(fadamgc.FedKeel(eta_l=0.01), task, "loop", tracked=2), plain)
+    lada = trajectory(fadamgc.FedLADA(eta_l=0.01), task, "loop")
+    assert torch.equal(trajectory(fadamgc.FedKeel(eta_l=0.01), task, "loop", tracked=0), lada)
+    assert not torch.equal(plain, lada)
 
 
 @pytest.mark.slow

@@ -64,6 +64,8 @@ DILOCO_V = 1.46455322265625
 DILOCO_D = -0.5 * (1.3453125 / (sqrt(DILOCO_V) + 1.5) + 0.42265625)
 DILOCO_D_BIAS = -0.5 * (1.79375 / (sqrt(DILOCO_V / 0.4375) + 3) + 0.42265625)
 
+KEEL_X = 2 - 0.2 / sqrt(1.75)  # of FedKeel, after round 1
+
 GOLDEN = {
     # client 0: 2 -> 2 - (2 + 0)/2 = 1 -> 1 - (1 - .5)/2 = .75, D = -1.25
     # client 1: 2 -> 2 - (1 + 0)/2 = 1.5 -> 1.5 - (.5 - .25)/2 = 1.375, D = -.625
@@ -220,6 +222,27 @@ GOLDEN = {
         {"eta_l": 0.5, "eta_g": 0.8, "alpha": 0.5, "beta1": 0.5, "beta2": 0.75, "eps": 1.0},
         [2 - 0.2 / sqrt(1.75)],
         schedule=FIRST,
+        K=1,
+    ),
+    # Round 1, eps = 2: as FedLADA: x = 1.90625, G = .1875 ; only client 0 is tracked: y_0 = 2, y = 1
+    # Round 2, client 0: g_hat = 1.90625 + 1 - 2 = .90625 ; m = .453125 ; v = 3 + .205 < v_hat = 4
+    # D = -.5 (.5 * .453125/2 + .5 * .1875) = -.103515625
+    "fedkeel": Golden(
+        "FedKeel",
+        "fedkeel",
+        {"eta_l": 0.5, "alpha": 0.5, "beta1": 0.5, "beta2": 0.75, "eps": 2.0},
+        [1.90625, 1.802734375],
+        schedule=[([0, 1], [0]), ([0], [0])],
+        K=1,
+    ),
+    # Round 1: as FedLADA's: v_hat = 1.75 ; x = 2 - .2/sqrt(1.75) ; G = .5/sqrt(1.75) ; y_0 = 2, y = 1
+    # Round 2, client 1: g = x - 1 ; g_hat = x - 1 + 1 - 0 = x ; m = x/2 ; v = 1.3125 + x^2/4 = v_hat
+    "fedkeel-grows": Golden(
+        "FedKeel",
+        "fedkeel",
+        {"eta_l": 0.5, "eta_g": 0.8, "alpha": 0.5, "beta1": 0.5, "beta2": 0.75, "eps": 1.0},
+        [KEEL_X, KEEL_X - 0.4 * (0.25 * KEEL_X / sqrt(1.3125 + KEEL_X**2 / 4) + 0.25 / sqrt(1.75))],
+        schedule=[([0], [0]), ([1], [1])],
         K=1,
     ),
     # Round 1, K = 1: m = 1, .5 ; v = 1, .25 ; both D = -.5 ; x = 2 - .8 * .5 = 1.6 ; m = .75 ; v_hat = .625

@@ -100,7 +100,7 @@ def test_every_study_names_the_executor_of_its_records(name):
             assert (member.spec.run.executor == "auto") == for_a_gpu
     records = ROOT / "results" / name
     if not records.is_dir():  # the curves are those of other studies
-        assert name in ("curves", "paper-steps")
+        assert name in ("curves", "paper-steps", "regimes")
         return
     for member in load_study(name, scales_of(name)[0]).members:
         folder = records if (records / "runs").is_dir() else records / member.spec.name

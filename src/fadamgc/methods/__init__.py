@@ -48,6 +48,7 @@ from fadamgc.methods.fedlion import FedLion as FedLion
 from fadamgc.methods.fedmuon_sign import FedMuonSign as FedMuonSign
 from fadamgc.methods.mtgc import MTGC as MTGC
 from fadamgc.methods.mtgc_adam import MTGCAdam as MTGCAdam
+from fadamgc.methods.fedkeel import FedKeel as FedKeel
 from fadamgc.algebra.compose import Composed as Composed
 # isort: on
 

@@ -6,8 +6,9 @@ A study is a TOML file with the sections of a spec and, in addition,
   scales that it has settings for. ``[paper.eta_l]`` and ``[paper.eta_g]`` have one step size per algorithm,
 - ``[[experiment]]``: the settings in which an experiment differs from the others; ``value`` is its place
   on the axis of a figure. Without these tables the study is a single experiment,
-- ``[study]``: ``axis``, the title of that axis; ``tune_on``, the experiment whose step sizes all use; and
-  ``measures``, which the tables and the figure show.
+- ``[study]``: ``axis``, the title of that axis; ``tune_on``, the experiment whose step sizes all use;
+  ``measures``, which the tables and the figure show; and ``rows`` and ``maps``, for maps of two axes: ``row``
+  is then an experiment's place on the second axis, whose title is ``rows``.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from fadamgc.errors import InputError, not_accepted
+from fadamgc.errors import InputError, nearest, not_accepted
 from fadamgc.experiments.folder import PARTITION, RUNS, SPEC, TUNED_SPEC, TUNING_TABLE, ExperimentFolder
 from fadamgc.experiments.planned_run import DIVERGED_RECORD, RECORDS
 from fadamgc.experiments.report.numbers import MEASURES, TO_TARGET, ReportedExperiment
@@ -30,6 +31,7 @@ from fadamgc.experiments.report.write import read_experiment, write_files, write
 from fadamgc.experiments.spec.sections import STEPS, Spec, folder_name
 from fadamgc.experiments.spec.toml_io import PRESETS, naming, spec_of, toml_files, unknown
 from fadamgc.files import write_atomic
+from fadamgc.paper.regimes import CAPTION, RegimeMap, map_files
 from fadamgc.paper.theory import bounds_files
 from fadamgc.toml import parse_toml
 
@@ -40,7 +42,7 @@ STUDY = "study.json"  # in the folder of a study with several experiments; each 
 KEPT = (
     *(SPEC, PARTITION, TUNING_TABLE, TUNED_SPEC, "results.csv", "results.md", "results.tex", "curves.png"),
     *(STUDY, "summary.csv", "summary.md", "summary.tex", "summary.png"),
-    *("bounds.csv", "bounds.md", "bounds.png"),
+    *("bounds.csv", "bounds.md", "bounds.png", "map.csv", "map.md", "map.png"),
 )
 
 
@@ -51,6 +53,7 @@ class SavedMember(BaseModel):
     name: str
     folder: Annotated[str, AfterValidator(folder_name)]
     value: int | float | None  # on the axis of a figure
+    row: int | float | None = None  # on the second axis of a map
     group: str | None  # members of a group are drawn together
     axis: str | None  # if it differs from the study's
 
@@ -64,6 +67,8 @@ class SavedStudy(BaseModel):
     scale: str
     axis: str | None
     measures: tuple[Literal["rounds", "minutes", "final", "average"], ...]
+    rows: str | None = None
+    maps: tuple[RegimeMap, ...] = ()
     members: tuple[SavedMember, ...] = Field(alias="cells")
 
 
@@ -147,7 +152,7 @@ def _study(tables: dict[str, Any], scale: str) -> Study:
     for experiment in experiments:
         member_at_scale = {name: experiment.pop(name, {}) for name in SCALES}[scale]
         name = experiment.pop("name", tables["name"])
-        place = {key: experiment.pop(key, None) for key in ("value", "group", "axis")}
+        place = {key: experiment.pop(key, None) for key in ("value", "row", "group", "axis")}
         merged = tables
         for changes in (at_scale, experiment, member_at_scale):
             merged = _merged(merged, changes)
@@ -164,9 +169,21 @@ def _study(tables: dict[str, Any], scale: str) -> Study:
     for measure in measures:
         if measure not in MEASURES:
             raise InputError(f"[study] measures: {measure!r} is not known; known are {', '.join(MEASURES)}")
+    maps = settings.get("maps", ())
+    if maps and not (settings.get("axis") and settings.get("rows")):
+        raise InputError("[study] maps need the titles of their axes, axis and rows")
+    labels = {method.label for member in members for method in member.spec.methods}
+    for wanted in maps:
+        for label in (wanted["method"], *wanted["rivals"]):
+            if label not in labels:
+                raise InputError(
+                    f"[study] maps: {label!r} is not the label of a method{nearest(label, labels)}"
+                )
     title, axis = tables.get("title", tables["name"]), settings.get("axis")
     facts = {"name": tables["name"], "title": title, "scale": scale, "axis": axis, "tune_on": tune_on}
-    return Study(**facts, measures=measures, members=tuple(members))
+    return Study(
+        **facts, measures=measures, rows=settings.get("rows"), maps=tuple(maps), members=tuple(members)
+    )
 
 
 def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -243,7 +260,13 @@ def write_study_report(
         raise InputError(f"folder={str(folder)!r} has no {STUDY}; `fadamgc reproduce` writes one")
     experiments = read_members(folder, study, cost)
     to = folder if out is None else out
-    return write_summary(to, experiments, study.title, study.axis, study.measures, bounds_files(experiments))
+    more = bounds_files(experiments)
+    axis = None if study.maps else study.axis  # maps show what the panels of the figure would
+    figures = {}
+    if study.maps and study.axis is not None and study.rows is not None:
+        more |= (files := map_files(experiments, study.maps, study.axis, study.rows, study.title))
+        figures = {CAPTION: files["map.png"]} if files else {}
+    return write_summary(to, experiments, study.title, axis, study.measures, more, figures)
 
 
 def keep(folder: str | Path, to: str | Path) -> int:

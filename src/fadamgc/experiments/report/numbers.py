@@ -350,6 +350,7 @@ class ReportedExperiment(NamedTuple):
     value: float | None = None  # on the axis
     group: str | None = None  # experiments of a group share a row of panels
     axis: str | None = None  # if it differs from the axis of the others
+    row: float | None = None  # on the second axis, of a map
     label_plot: bytes | None = None  # PNG
     tuning: dict[Point, bool] | str | None = None  # whether each point was chosen; or the error
 

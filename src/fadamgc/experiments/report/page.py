@@ -11,7 +11,7 @@ import functools
 import json
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from itertools import accumulate
 from statistics import median
@@ -56,8 +56,8 @@ CODEC_CHOICES = (  # kind of a field, text, codecs
 )
 
 
-def page(title: str, experiments: Experiments) -> str:
-    """Render the page of one or several experiments."""
+def page(title: str, experiments: Experiments, figures: Mapping[str, bytes] = {}) -> str:
+    """Render the page of one or several experiments, under further figures: PNGs by caption."""
     from plotly.offline import get_plotlyjs
 
     styles = {
@@ -77,6 +77,7 @@ def page(title: str, experiments: Experiments) -> str:
         axes=AXES,
         first_axes=FIRST_AXES,
         tuning_legend=LEGEND,
+        figures={caption: base64.b64encode(png).decode() for caption, png in figures.items()},
         experiments=[_context(experiment) for experiment in experiments],
         data=data.replace("<", "\\u003c"),
     )

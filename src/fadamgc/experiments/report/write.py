@@ -81,11 +81,12 @@ def write_summary(
     title: str,
     axis: str | None = None,
     measures: Sequence[str] = TO_TARGET,
-    more: Mapping[str, bytes] | None = None,
+    more: Mapping[str, bytes] = {},
+    figures: Mapping[str, bytes] = {},
 ) -> list[Path]:
     """Write the tables and the page of several experiments, and a figure if they vary along an ``axis``.
 
-    ``more`` has further files that are written to the folder.
+    ``more`` has further files that are written to the folder, and ``figures`` those of the page, by caption.
     """
     files = {
         "summary.csv": escape.csv_bytes(numbers.experiments_frame(experiments)),
@@ -94,9 +95,8 @@ def write_summary(
     }
     if axis is not None:
         files |= image_files("summary", summary_figure(experiments, axis, title, measures))
-    return write_files(
-        Path(folder), {**files, **(more or {}), "report.html": page(title, experiments).encode()}
-    )
+    report = page(title, experiments, figures).encode()
+    return write_files(Path(folder), {**files, **more, "report.html": report})
 
 
 def write_files(
