@@ -28,9 +28,6 @@ SIZE = 1000  # of a model, to count vectors
 FURTHER = {
     "SGD, corrected": fadamgc.compose(fadamgc.local.SGD(), "pre"),
     "AMSGrad, corrected, v shared": fadamgc.compose(fadamgc.local.Adam(amsgrad=True, v="share"), "pre"),
-    "FedLADA, corrected": fadamgc.compose(
-        fadamgc.local.Adam(amsgrad=True, v="share", eps=0.0, v0=1e-16), "pre+direction"
-    ),
     "DiLoCo, corrected": fadamgc.compose(
         fadamgc.local.AdamW(m="keep", eps=1e-3, weight_decay=0.0), "pre", fadamgc.server.Nesterov()
     ),

@@ -11,6 +11,7 @@ import importlib.util
 import json
 import re
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -23,9 +24,14 @@ from fadamgc.cli.catalogue import FILE, current
 from fadamgc.experiments.report.means import Difference
 from fadamgc.experiments.report.numbers import read_results
 from fadamgc.experiments.report.tables import to_target
+from fadamgc.experiments.report.write import read_experiment
 from fadamgc.federation.run import Run
 from fadamgc.grouped import GroupedAlgorithm
 from fadamgc.models import cnn, convnet, mlp, resnet18
+from fadamgc.paper import advice_records
+from fadamgc.paper.advice import FILE as ADVICE
+from fadamgc.paper.advice import Evidence, Situation, advise
+from fadamgc.paper.study import read_members, read_study
 from fadamgc.tree import named_leaves
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -197,6 +203,53 @@ def difference(runs: list[Run], others: list[Run], target: float) -> str:
     return f"{found.mean:+.1f} ± {found.half:.1f}"
 
 
+@cache
+def advice() -> tuple[Evidence, ...]:
+    """Return what ``fadamgc advise`` relies on, from the saved runs."""
+    return tuple(_evidence())
+
+
+def _evidence() -> Iterator[Evidence]:
+    for folder in sorted((ROOT / "results").iterdir()):
+        if folder.name.startswith(advice_records.STUDIES):
+            study = read_study(folder)
+            experiments = [read_experiment(folder)] if study is None else read_members(folder, study)
+            yield from advice_records.evidence(folder.name, experiments)
+
+
+SITUATIONS: dict[str, dict[str, Any]] = {
+    "images, few local steps": {"kind": "images", "local_steps": 10},
+    "images, many local steps": {"kind": "images", "local_steps": 60},
+    "images, a tenth of a megabit per second up": {"kind": "images", "down_mbps": 1.0, "up_mbps": 0.1},
+    "images, clients keep nothing": {"kind": "images", "stateless": True},
+    "texts, adapters": {"kind": "texts", "local_steps": 3.0, "parameters": 15e3},
+    "texts, adapters, 10 Mbps down and 1 up": {
+        **{"kind": "texts", "local_steps": 3.0, "parameters": 15e3},
+        **{"down_mbps": 10.0, "up_mbps": 1.0},
+    },
+    "sensors of 30 people": {
+        **{"kind": "sensors", "clients": 30, "sampled": 6, "parameters": 4e3},
+    },
+}
+
+
+def which() -> str:
+    """Return the advice for typical situations."""
+    titles = ["situation", "start with", "step sizes", "close", "clearly behind", "experiments"]
+    rows = [f"| {' | '.join(titles)} |", "|---|---|---|---|---|--:|"]
+    evidence = advice()
+    for name, values in SITUATIONS.items():
+        found = advise(Situation(**values), evidence)
+        first, *others = found.suggestions
+        close = [other.label for other in others if other.ratio < 1.1]
+        behind = [other.label for other in others if 2 * other.clear[0] > other.shared]
+        steps = ", ".join(f"{key}={value:g}" for key, value in first.settings.items())
+        cells = [f"{name}, by {Situation(**values).by}", f"**{first.label}**", f"`{steps}`"]
+        cells += [", ".join(close), ", ".join(behind), str(len(found.evidence))]
+        rows.append(f"| {' | '.join(cells)} |".replace("|  |", "| |"))
+    return "\n".join(rows)
+
+
 def round_trip() -> str:
     """Return where the time of a federation's round goes, as ``benchmarks/round_trip.py`` has measured it."""
     measured = json.loads((ROOT / "results" / "benchmarks" / "round-trip.json").read_text())
@@ -209,6 +262,7 @@ BLOCKS: dict[str, tuple[Callable[[], str], ...]] = {
     "docs/flower.md": (traffic, round_trip),
     "docs/methods.md": (exactness,),
     "docs/ray.md": (ray_traffic,),
+    "docs/which.md": (which,),
 }
 
 
@@ -225,6 +279,8 @@ def pages() -> Iterator[tuple[Path, str]]:
         yield ROOT / name, text
     text = json.dumps(current(), indent=1, ensure_ascii=False) + "\n"
     yield FILE, text
+    lines = [line.model_dump() for line in advice()]
+    yield ADVICE, json.dumps(lines, indent=None, ensure_ascii=False).replace("}, {", "},\n{") + "\n"
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ ALLOWED = {
     },
     "paper": {
         *("experiments.folder", "experiments.report", "experiments.spec"),
-        *("federation", "methods", "tasks"),
+        *("algorithm", "federation", "methods", "tasks"),
     },
     "judge": {
         *("algorithm", "experiments.spec", "federation", "methods", "optim", "sim", "task", "tasks"),

@@ -369,7 +369,7 @@ def fedkeel(
     eta_l: float,
     eps: float,
     eta_g: float = 1.0,
-    alpha: float = 0.1,
+    alpha: float = 0.4,
     beta1: float = 0.9,
     beta2: float = 0.99,
     init: str = "zero",

@@ -125,7 +125,7 @@ CASES = [
     Case("fedlada-defaults", "FedLADA", "fedlada", {"eta_l": 0.05, "beta1": 0.9, "beta2": 0.99, "eps": 1e-3}),
     Case("fedlada", "FedLADA", "fedlada", MOMENTS | {"alpha": 0.4, "eps": 0.1}),
     Case("fedlada-alpha=1", "FedLADA", "fedlada", MOMENTS | {"alpha": 1.0, "eps": 0.5}),
-    Case("fedkeel-defaults", "FedKeel", "fedkeel", {"eta_l": 0.05, "beta1": 0.9, "beta2": 0.99, "eps": 1e-3}),
+    Case("fedkeel-defaults", "FedKeel", "fedkeel", {"eta_l": 0.05, "alpha": 0.4, "eps": 1e-3}),
     Case("fedkeel", "FedKeel", "fedkeel", MOMENTS | {"alpha": 0.4, "eps": 0.1}),
     Case("fedkeel-gradient", "FedKeel", "fedkeel", MOMENTS | {"alpha": 0.4, "eps": 0.1, "init": "gradient"}),
     Case("fedlalr-defaults", "FedLALR", "fedlalr", {"eta_l": 0.05, "beta1": 0.9, "beta2": 0.99}),

@@ -19,11 +19,13 @@ from fadamgc.escape import printable
 
 if TYPE_CHECKING:
     from fadamgc.experiments.report.numbers import Results
+    from fadamgc.paper.advice import Advice, Situation
 
 # A command imports the rest when it runs, so that --help is quick.
 
 app = typer.Typer(rich_markup_mode="markdown")
 PLOT = Path("partition.png")
+CLOSE = 1.1  # methods within this ratio of the first one are close to it
 price = partial(option, default="the spec's")
 
 
@@ -295,6 +297,96 @@ def partition(
     for name, values in (("samples per client", sizes), ("labels per client", classes)):
         print(f"{name}: least {values.min()}, median {np.median(values):g}, most {values.max()}")
     print(f"plot: {out}")
+
+
+@app.command()
+def advise(
+    clients: Annotated[int, typer.Option(help="Number of clients, n.")] = 100,
+    sampled: Annotated[int | None, option("Clients per round, S.", default="a tenth of all")] = None,
+    local_steps: Annotated[float, typer.Option(help="Local steps of a client per round, K.")] = 10,
+    alpha: Annotated[
+        float,
+        typer.Option(
+            help="How different the clients' labels are: the alpha of Dirichlet(alpha); small is different."
+        ),
+    ] = 0.1,
+    parameters: Annotated[float, typer.Option(help="Trained parameters of the model, such as 1e6.")] = 1e5,
+    kind: Annotated[str | None, option("Kind of the data: images, texts or sensors.", default="any")] = None,
+    down_mbps: Annotated[
+        float | None, option("Link from the server to a client, in Mbps.", default="takes no time")
+    ] = None,
+    up_mbps: Annotated[
+        float | None, option("Link from a client to the server, in Mbps.", default="takes no time")
+    ] = None,
+    seconds_per_step: Annotated[float, typer.Option(help="Seconds per local step.")] = 0.0,
+    stateless: Annotated[
+        bool, option("Only methods whose clients keep nothing between rounds.", "--stateless")
+    ] = False,
+    as_json: Annotated[bool, option("Print everything as JSON.", "--json")] = False,
+) -> None:
+    """Say which method to start with, at which step sizes, and which saved runs say so.
+
+    The runs are those of the package: experiments count the more, the nearer they are to yours. With a link,
+    methods are compared by simulated minutes, else by rounds.
+
+    Examples:
+
+    - `fadamgc advise --clients 1000 --sampled 20 --local-steps 50 --kind images`
+    - `fadamgc advise --kind texts --parameters 3e5 --down-mbps 20 --up-mbps 2`
+    """
+    import json
+
+    from fadamgc.paper.advice import Situation
+    from fadamgc.paper.advice import advise as advice
+
+    table = {
+        "clients": clients,
+        "sampled": max(1, round(clients / 10)) if sampled is None else sampled,
+        **{"local_steps": local_steps, "alpha": alpha, "parameters": parameters, "kind": kind},
+        **{"down_mbps": down_mbps, "up_mbps": up_mbps, "seconds_per_step": seconds_per_step},
+        "stateless": stateless,
+    }
+    situation = Situation.from_table(table, "advise:")
+    found = advice(situation)
+    if as_json:
+        print(json.dumps(found.plain(), indent=1))
+        return
+    _show_advice(terminal(), situation, found)
+
+
+def _show_advice(console: Console, situation: Situation, found: Advice) -> None:
+    first, *others = found.suggestions
+    steps = ", ".join(f"{name}={value:g}" for name, value in first.settings.items())
+    tracked = "" if first.tracked is None else f", tracked={first.tracked} of {situation.sampled} (S~)"
+    console.print(f"[bold]{first.label}[/]: start with {steps}{tracked}\n", highlight=False)
+    close = [f"{entry.label} ({entry.ratio:.2f} x)" for entry in others if entry.ratio < CLOSE]
+    if close:
+        console.print(f"Close to it: {', '.join(close)}\n", highlight=False)
+    unit = situation.by
+    table = Table(title=f"Methods by their {unit} to the targets of the runs below")
+    numbers = ("relative", "rounds", "missed")
+    for title in ("method", *numbers, "start with", f"{first.label} is clearly"):
+        table.add_column(title, justify="right" if title in numbers else "left")
+    for entry in found.suggestions:
+        settings = ", ".join(f"{name}={value:g}" for name, value in entry.settings.items())
+        order = (
+            ""
+            if entry is first
+            else f"ahead in {entry.clear[0]}, behind in {entry.clear[1]} of {entry.shared}"
+        )
+        missed = f"{entry.missed}/{entry.runs}"
+        cells = (f"{entry.ratio:.2f} x", f"{entry.rounds:.0f}", missed, settings, order)
+        table.add_row(escape(printable(entry.label)), *map(escape, cells))
+    console.print(table)
+    if found.tracking is not None and first.tracked is not None:
+        console.print(f"\nS~: {found.tracking.text(situation)}", highlight=False, soft_wrap=True)
+    console.print("\nIt relies on:", highlight=False)
+    for share, evidence in found.evidence:
+        console.print(f"- {share:4.0%} {escape(evidence.text)}", highlight=False, soft_wrap=True)
+    if not others:
+        say("warning: only one method has enough runs near this situation")
+    for warning in found.warnings:
+        say(f"warning: {warning}")
 
 
 def show(results: Results, folder: Path, seconds: float | None = None) -> None:

@@ -49,7 +49,7 @@ class FedKeel(Composition):
 
     eta_l: float = positive(1e-2)
     eta_g: float = positive(1.0)
-    alpha: float = share(0.1)
+    alpha: float = share(0.4)
     beta1: float = decay(0.9)
     beta2: float = decay(0.99)
     eps: float = positive(1e-8)
