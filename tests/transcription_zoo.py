@@ -370,7 +370,7 @@ def fedkeel(
     eps: float,
     eta_g: float = 1.0,
     alpha: float = 0.4,
-    beta1: float = 0.9,
+    beta1: float = 0.5,
     beta2: float = 0.99,
     init: str = "zero",
 ) -> Result:

@@ -179,12 +179,12 @@ def test_fedkeel_converges_to_the_optimum_of_ten_quadratics(sampled, tracked):
 
 
 def test_fedkeel_is_the_composition_of_its_parts_to_the_bit():
-    rule = fadamgc.local.Adam(eta_l=0.01, amsgrad=True, m="reset", v="share", eps=0.0, v0=1e-16)
+    rule = fadamgc.local.Adam(eta_l=0.01, beta1=0.5, amsgrad=True, m="reset", v="share", eps=0.0, v0=1e-16)
     composed = fadamgc.compose(rule, "pre+direction", alpha=0.4)
     task = class_task()
     plain = trajectory(composed, task, "loop", tracked=2)
     assert torch.equal(trajectory(fadamgc.FedKeel(eta_l=0.01), task, "loop", tracked=2), plain)
-    lada = trajectory(fadamgc.FedLADA(eta_l=0.01, alpha=0.4), task, "loop")
+    lada = trajectory(fadamgc.FedLADA(eta_l=0.01, alpha=0.4, beta1=0.5), task, "loop")
     assert torch.equal(trajectory(fadamgc.FedKeel(eta_l=0.01), task, "loop", tracked=0), lada)
     assert not torch.equal(plain, lada)
 

@@ -29,7 +29,7 @@ class FedKeel(Composition):
 
     FAdamGC keeps v and v_hat at the clients, where they become old if clients are sampled rarely; here all
     clients divide by the same, recent v_hat. It is FedLADA with FAdamGC's correction, so that the optimum is
-    a fixed point. As a composition: AMSGrad (m reset, v share) x pre+direction x Average.
+    a fixed point. G is a memory that lasts over rounds, so m forgets fast. As a composition: AMSGrad (m reset, v share) x pre+direction x Average.
 
     Args:
         eta_l: local step size.
@@ -50,7 +50,7 @@ class FedKeel(Composition):
     eta_l: float = positive(1e-2)
     eta_g: float = positive(1.0)
     alpha: float = share(0.4)
-    beta1: float = decay(0.9)
+    beta1: float = decay(0.5)
     beta2: float = decay(0.99)
     eps: float = positive(1e-8)
     init: Literal["zero", "gradient"] = choice("zero", "gradient")
