@@ -7,6 +7,7 @@ A block is the text between ``<!-- NAME -->`` and ``<!-- /NAME -->``.
 
 from __future__ import annotations
 
+import csv
 import importlib.util
 import json
 import re
@@ -25,10 +26,12 @@ from fadamgc.experiments.report.means import Difference
 from fadamgc.experiments.report.numbers import read_results
 from fadamgc.experiments.report.tables import to_target
 from fadamgc.experiments.report.write import read_experiment
+from fadamgc.experiments.spec.toml_io import load_spec
 from fadamgc.federation.run import Run
 from fadamgc.grouped import GroupedAlgorithm
 from fadamgc.models import cnn, convnet, mlp, resnet18
 from fadamgc.paper import advice_records
+from fadamgc.paper import ours as fedkeel
 from fadamgc.paper.advice import FILE as ADVICE
 from fadamgc.paper.advice import Evidence, Situation, advise
 from fadamgc.paper.study import read_members, read_study
@@ -217,6 +220,41 @@ def _evidence() -> Iterator[Evidence]:
             yield from advice_records.evidence(folder.name, experiments)
 
 
+def ours() -> str:
+    """Return FedKeel next to the other methods on every row that has run."""
+    study = read_study(ROOT / "results" / fedkeel.STUDY)
+    assert study is not None
+    others = {name: read_experiment(ROOT / "results" / name) for name in fedkeel.ROWS.values()}
+    return fedkeel.table(fedkeel.lines(read_members(ROOT / "results" / fedkeel.STUDY, study), others))
+
+
+def search() -> str:
+    """Return what the search for FedKeel found: the rounds with the best step size, by candidate."""
+    found: dict[str, dict[str, tuple[float, int, float]]] = {}
+    titles, seeds = [], 0
+    for folder in sorted((ROOT / "results" / "fedkeel-search").iterdir()):
+        spec = load_spec(folder / "spec.toml")
+        assert spec.tune is not None
+        titles.append(spec.title or spec.name)
+        seeds = len(spec.tune.seeds)
+        for line in csv.DictReader((folder / "tuning.csv").open()):
+            reached = int(line["seeds_reached"])
+            late = (seeds - reached) * spec.tune.rounds
+            rounds = (reached * float(line["rounds_to_target"] or 0) + late) / seeds
+            point = (rounds, reached, float(line["eta_l"]))
+            best = found.setdefault(line["method"], {})
+            best[titles[-1]] = min(best.get(titles[-1], point), point)
+    lines = [f"| candidate | {' | '.join(titles)} |", f"|---|{'--:|' * len(titles)}"]
+    for name, best in sorted(found.items(), key=lambda item: mean(rounds for rounds, *_ in item[1].values())):
+        cells = [
+            f"{rounds:.0f}{'' if reached == seeds else f' ({reached}/{seeds} reached)'}, eta_l {eta_l:g}"
+            for rounds, reached, eta_l in (best[title] for title in titles)
+        ]
+        label = f"**{name}**" if name in ("FedKeel", "FAdamGC") else name
+        lines.append(f"| {label} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 SITUATIONS: dict[str, dict[str, Any]] = {
     "images, few local steps": {"kind": "images", "local_steps": 10},
     "images, many local steps": {"kind": "images", "local_steps": 60},
@@ -259,6 +297,7 @@ def round_trip() -> str:
 BLOCKS: dict[str, tuple[Callable[[], str], ...]] = {
     "README.md": (results, algorithms, bench),
     "docs/codecs.md": (codecs, codecs_elsewhere),
+    "docs/fedkeel.md": (ours, search),
     "docs/flower.md": (traffic, round_trip),
     "docs/methods.md": (exactness,),
     "docs/ray.md": (ray_traffic,),

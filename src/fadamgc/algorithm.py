@@ -85,6 +85,8 @@ class Algorithm(ABC, Generic[ServerT, DownT, ClientT, LocalT, UpT]):
 
     title: ClassVar[str]
     """The name in tables and legends."""
+    cites: ClassVar[tuple[str, ...]] = ()
+    """What a paper that uses it should cite: keys of the package's references.bib, or BibTeX entries."""
     tracked_only: ClassVar[tuple[str, ...]] = ()
     """Fields of ``up`` that only tracked clients send; they must be zero for all other clients."""
 

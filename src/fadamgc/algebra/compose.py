@@ -224,6 +224,11 @@ class Composed(Composition):
         return _title(self.parts())
 
     @property
+    def cites(self) -> tuple[str, ...]:  # type: ignore[override]
+        """What the factors cite."""
+        return tuple(dict.fromkeys(key for part in self.parts() for key in part.cites))
+
+    @property
     def eta_l(self) -> float:
         """The local step size."""
         return self.local.eta_l

@@ -41,6 +41,8 @@ class Correction:
 
     title: ClassVar[str] = ""
     """The name in specs, tables and legends."""
+    cites: ClassVar[tuple[str, ...]] = ()
+    """As ``Algorithm.cites``."""
     tracks: ClassVar[bool] = False
     """Whether the message of the correction is sent by tracked clients only; it is zero for all others."""
     changes: ClassVar[Mapping[str, str]] = {}
@@ -118,6 +120,7 @@ class Proximal(Correction):
     """
 
     title: ClassVar[str] = "proximal"
+    cites: ClassVar[tuple[str, ...]] = ("li2020federated",)
 
     mu: float = nonnegative(0.01)
 
@@ -154,6 +157,7 @@ class Pre(Correction):
     """
 
     title: ClassVar[str] = "pre"
+    cites: ClassVar[tuple[str, ...]] = ("chen2025gradient",)
     tracks: ClassVar[bool] = True
     changes: ClassVar[Mapping[str, str]] = {"dy": "y"}
 
@@ -204,6 +208,7 @@ class Post(Correction):
     """
 
     title: ClassVar[str] = "post"
+    cites: ClassVar[tuple[str, ...]] = ("chen2025gradient",)
     tracks: ClassVar[bool] = True
     changes: ClassVar[Mapping[str, str]] = {"dy": "y"}
     shares_moments: ClassVar[bool] = False
@@ -255,6 +260,7 @@ class Direction(Correction):
     """
 
     title: ClassVar[str] = "direction"
+    cites: ClassVar[tuple[str, ...]] = ("xu2021fedcm",)
     needs_average: ClassVar[bool] = True
 
     alpha: float = share(0.1)
@@ -293,6 +299,7 @@ class PreDirection(Pre):
     """
 
     title: ClassVar[str] = "pre+direction"
+    cites: ClassVar[tuple[str, ...]] = ("chen2025gradient", "xu2021fedcm")
     needs_average: ClassVar[bool] = True
 
     alpha: float = share(0.1)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -42,6 +42,9 @@ class LocalRule(ABC):
     >>> Clipped(eta_l=0.1).direction(Empty(), torch.zeros(2), torch.tensor([0.5, -3.0]))[0]
     tensor([ 0.5000, -1.0000])
     """
+
+    cites: ClassVar[tuple[str, ...]] = ()
+    """As ``Algorithm.cites``."""
 
     eta_l: float = positive(1e-2)
 
@@ -164,6 +167,8 @@ class Lion(LocalRule):
         Chen et al. 2023, Symbolic Discovery of Optimization Algorithms.
     """
 
+    cites: ClassVar[tuple[str, ...]] = ("chen2023symbolic",)
+
     eta_l: float = positive(1e-3)
     beta1: float = decay(0.9)
     beta2: float = decay(0.99)
@@ -190,6 +195,8 @@ class AdaGrad(LocalRule):
         >>> rule.direction(rule.start(g), g, g)[0]
         tensor([1., 0.])
     """
+
+    cites: ClassVar[tuple[str, ...]] = ("duchi2011adaptive",)
 
     eta_l: float = positive(1e-2)
     eps: float = nonnegative(1e-8)
@@ -278,6 +285,8 @@ class Adam(LocalRule):
         tensor([ 1., -1.])
     """
 
+    cites: ClassVar[tuple[str, ...]] = ("kingma2015adam",)
+
     eta_l: float = positive(1e-3)
     beta1: float = decay(0.9)
     beta2: float = decay(0.99)
@@ -350,6 +359,8 @@ class AdamW(Adam):
     References:
         Loshchilov and Hutter 2019, Decoupled Weight Decay Regularization.
     """
+
+    cites: ClassVar[tuple[str, ...]] = ("loshchilov2019decoupled",)
 
     weight_decay: float = nonnegative(0.01)
     decoupled: bool = flag(True)

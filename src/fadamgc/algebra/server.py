@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +34,9 @@ class ServerRule(ABC):
     >>> SignOfD(eta_g=0.5).step(Empty(), torch.zeros(2), torch.tensor([0.1, -3.0]))[0]
     tensor([ 0.5000, -0.5000])
     """
+
+    cites: ClassVar[tuple[str, ...]] = ()
+    """As ``Algorithm.cites``."""
 
     eta_g: float = positive(1.0)
 
@@ -92,6 +95,8 @@ class Momentum(ServerRule):
         Hsu et al. 2019, Measuring the Effects of Non-Identical Data Distribution.
     """
 
+    cites: ClassVar[tuple[str, ...]] = ("hsu2019measuring",)
+
     beta: float = decay(0.9)
 
     def start(self, x: Tensor) -> MomentumState:
@@ -121,6 +126,8 @@ class Nesterov(Momentum):
     References:
         Douillard et al. 2023, DiLoCo: Distributed Low-Communication Training of Language Models.
     """
+
+    cites: ClassVar[tuple[str, ...]] = ("douillard2023diloco",)
 
     eta_g: float = positive(0.7)
 
@@ -154,6 +161,8 @@ class Adam(ServerRule):
     References:
         Reddi et al. 2020, Adaptive Federated Optimization.
     """
+
+    cites: ClassVar[tuple[str, ...]] = ("reddi2021adaptive",)
 
     eta_g: float = positive(1e-2)
     beta1: float = decay(0.9)
@@ -200,6 +209,8 @@ class Yogi(Adam):
         Reddi et al. 2020, Adaptive Federated Optimization.
     """
 
+    cites: ClassVar[tuple[str, ...]] = ("reddi2021adaptive",)
+
     def _second(self, v: Tensor, D: Tensor) -> Tensor:
         square = D * D
         return v - (1 - self.beta2) * square * torch.sign(v - square)
@@ -222,6 +233,8 @@ class AdaGrad(ServerRule):
     References:
         Reddi et al. 2020, Adaptive Federated Optimization.
     """
+
+    cites: ClassVar[tuple[str, ...]] = ("reddi2021adaptive",)
 
     eta_g: float = positive(1e-2)
     beta1: float = decay(0.0)
@@ -263,6 +276,8 @@ class AMSGrad(ServerRule):
     References:
         Wang et al. 2022, Communication-Efficient Adaptive Federated Learning.
     """
+
+    cites: ClassVar[tuple[str, ...]] = ("wang2022communication",)
 
     eta_g: float = positive(1e-2)
     beta1: float = decay(0.9)

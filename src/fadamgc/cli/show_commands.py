@@ -140,6 +140,29 @@ def export(
 
 
 @app.command()
+def cite(
+    sources: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Folders of studies, experiments or runs, or names of algorithms.",
+            metavar="[FOLDER|NAME]...",
+            show_default="the package and the paper of FAdamGC",
+        ),
+    ] = None,
+) -> None:
+    """Print the BibTeX of what runs used: this package, the methods, the data and the models.
+
+    Examples:
+
+    - `fadamgc cite out/compare > used.bib`
+    - `fadamgc cite fadamgc scaffold fedadam`
+    """
+    from fadamgc.experiments.citations import bibtex, cited
+
+    print(bibtex(key for source in sources or ["fadamgc"] for key in cited(source)), end="")
+
+
+@app.command()
 def predict(
     run: Annotated[Path, argument("A run on texts, OUT/runs/NAME; or a folder of save_adapter.")],
     text: Annotated[str, argument("The text to classify.")],

@@ -37,6 +37,7 @@ class DiLoCo(Composition):
     """
 
     title: ClassVar[str] = "DiLoCo"
+    cites: ClassVar[tuple[str, ...]] = ("douillard2023diloco",)
 
     eta_l: float = positive(1e-3)
     eta_g: float = positive(0.7)

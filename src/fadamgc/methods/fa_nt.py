@@ -87,6 +87,7 @@ class FANT(NaiveTracking[Server, Down, Client, Up]):
     """
 
     title: ClassVar[str] = "FA-NT"
+    cites: ClassVar[tuple[str, ...]] = ("chen2025gradient",)
     tracked_only: ClassVar[tuple[str, ...]] = ("dy",)
     changes: ClassVar[dict[str, str]] = {"dy": "y"}
 

@@ -58,6 +58,7 @@ class FANTLocal(NaiveTracking[Server, Down, Client, Up]):
     """
 
     title: ClassVar[str] = "FA-NT (local form)"
+    cites: ClassVar[tuple[str, ...]] = ("chen2025gradient",)
 
     @property
     def full_participation(self) -> bool:

@@ -68,6 +68,7 @@ class FAdamGC(Algorithm[Server, Down, Client, Local, Up]):
     """
 
     title: ClassVar[str] = "FAdamGC"
+    cites: ClassVar[tuple[str, ...]] = ("chen2025gradient",)
     tracked_only: ClassVar[tuple[str, ...]] = ("dy",)
     changes: ClassVar[dict[str, str]] = {"dy": "y"}
 

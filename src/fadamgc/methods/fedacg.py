@@ -44,6 +44,7 @@ class FedACG(Algorithm[Server, Down, Empty, Empty, Up]):
     """
 
     title: ClassVar[str] = "FedACG"
+    cites: ClassVar[tuple[str, ...]] = ("kim2024communication",)
 
     eta_l: float = positive(0.1)
     lam: float = decay(0.85)

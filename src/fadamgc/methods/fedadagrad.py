@@ -33,6 +33,7 @@ class FedAdagrad(Composition):
     """
 
     title: ClassVar[str] = "FedAdagrad"
+    cites: ClassVar[tuple[str, ...]] = ("reddi2021adaptive",)
 
     eta_l: float = positive(0.1)
     eta_g: float = positive(1e-2)

@@ -45,6 +45,7 @@ class FedAdam(LocalSGD[Server]):
     """
 
     title: ClassVar[str] = "FedAdam"
+    cites: ClassVar[tuple[str, ...]] = ("reddi2021adaptive",)
 
     eta_l: float = positive(0.1)
     eta_g: float = positive(1e-2)

@@ -70,6 +70,7 @@ class FedAdamW(Algorithm[Server, Down, Empty, Local, Up]):
     """
 
     title: ClassVar[str] = "FedAdamW"
+    cites: ClassVar[tuple[str, ...]] = ("liu2025fedadamw",)
 
     eta_l: float = positive(1e-3)
     eta_g: float = positive(1.0)

@@ -45,6 +45,7 @@ class FedAMS(LocalSGD[Server]):
     """
 
     title: ClassVar[str] = "FedAMS"
+    cites: ClassVar[tuple[str, ...]] = ("wang2022communication",)
 
     eta_l: float = positive(0.1)
     eta_g: float = positive(1e-2)

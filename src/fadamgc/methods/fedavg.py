@@ -32,6 +32,7 @@ class FedAvg(LocalSGD[Server]):
     """
 
     title: ClassVar[str] = "FedAvg"
+    cites: ClassVar[tuple[str, ...]] = ("mcmahan2017communication",)
 
     eta_l: float = positive(0.1)
     eta_g: float = positive(1.0)

@@ -47,6 +47,7 @@ class FedAvgM(Algorithm[Server, Down, Empty, Empty, Up]):
     """
 
     title: ClassVar[str] = "FedAvg-M"
+    cites: ClassVar[tuple[str, ...]] = ("cheng2024momentum", "xu2021fedcm")
 
     eta_l: float = positive(0.1)
     eta_g: float = positive(1.0)

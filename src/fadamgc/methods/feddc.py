@@ -57,6 +57,7 @@ class FedDC(Algorithm[Server, Down, Client, Empty, Up]):
     """
 
     title: ClassVar[str] = "FedDC"
+    cites: ClassVar[tuple[str, ...]] = ("gao2022feddc",)
     tracked_only: ClassVar[tuple[str, ...]] = ("ds",)
     changes: ClassVar[dict[str, str]] = {"ds": "s"}
 

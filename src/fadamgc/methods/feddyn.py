@@ -49,6 +49,7 @@ class FedDyn(Algorithm[Server, Down, Client, Empty, Up]):
     """
 
     title: ClassVar[str] = "FedDyn"
+    cites: ClassVar[tuple[str, ...]] = ("acar2021federated",)
 
     eta_l: float = positive(0.1)
     alpha: float = positive(0.1)

@@ -44,6 +44,7 @@ class FedExP(Algorithm[Server, Down, Empty, Empty, Up]):
     """
 
     title: ClassVar[str] = "FedExP"
+    cites: ClassVar[tuple[str, ...]] = ("jhunjhunwala2023fedexp",)
 
     eta_l: float = positive(0.1)
     eps: float = nonnegative(1e-3)

@@ -29,7 +29,8 @@ class FedKeel(Composition):
 
     FAdamGC keeps v and v_hat at the clients, where they become old if clients are sampled rarely; here all
     clients divide by the same, recent v_hat. It is FedLADA with FAdamGC's correction, so that the optimum is
-    a fixed point. G is a memory that lasts over rounds, so m forgets fast. As a composition: AMSGrad (m reset, v share) x pre+direction x Average.
+    a fixed point. G remembers the rounds before, so m, which starts at 0 in each round, forgets fast. As a
+    composition: AMSGrad (m reset, v share) x pre+direction x Average.
 
     Args:
         eta_l: local step size.
@@ -46,6 +47,7 @@ class FedKeel(Composition):
     """
 
     title: ClassVar[str] = "FedKeel"
+    cites: ClassVar[tuple[str, ...]] = ("fadamgc", "chen2025gradient", "sun2023efficient")
 
     eta_l: float = positive(1e-2)
     eta_g: float = positive(1.0)

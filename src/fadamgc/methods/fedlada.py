@@ -38,6 +38,7 @@ class FedLADA(Composition):
     """
 
     title: ClassVar[str] = "FedLADA"
+    cites: ClassVar[tuple[str, ...]] = ("sun2023efficient",)
 
     eta_l: float = positive(1e-3)
     eta_g: float = positive(1.0)

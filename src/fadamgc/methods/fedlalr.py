@@ -35,6 +35,7 @@ class FedLALR(Composition):
     """
 
     title: ClassVar[str] = "FedLALR"
+    cites: ClassVar[tuple[str, ...]] = ("sun2023fedlalr",)
 
     eta_l: float = positive(1e-3)
     eta_g: float = positive(1.0)

@@ -33,6 +33,7 @@ class FedLion(Composition):
     """
 
     title: ClassVar[str] = "FedLion"
+    cites: ClassVar[tuple[str, ...]] = ("tang2024fedlion",)
 
     eta_l: float = positive(1e-3)
     eta_g: float = positive(1.0)

@@ -59,6 +59,7 @@ class FedMuonSign(Algorithm[Server, Down, Client, Local, Up]):
     """
 
     title: ClassVar[str] = "FedMuon (sign)"
+    cites: ClassVar[tuple[str, ...]] = ("takezawa2025fedmuon",)
     tracked_only: ClassVar[tuple[str, ...]] = ("dC",)
     changes: ClassVar[dict[str, str]] = {"dC": "C"}
 

@@ -50,6 +50,7 @@ class FedNova(Algorithm[Server, Down, Empty, Local, Up]):
     """
 
     title: ClassVar[str] = "FedNova"
+    cites: ClassVar[tuple[str, ...]] = ("wang2020tackling",)
 
     eta_l: float = positive(0.1)
     eta_g: float = positive(1.0)

@@ -29,6 +29,7 @@ class FedProx(Composition):
     """
 
     title: ClassVar[str] = "FedProx"
+    cites: ClassVar[tuple[str, ...]] = ("li2020federated",)
 
     eta_l: float = positive(0.1)
     eta_g: float = positive(1.0)

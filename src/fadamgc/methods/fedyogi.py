@@ -34,6 +34,7 @@ class FedYogi(Composition):
     """
 
     title: ClassVar[str] = "FedYogi"
+    cites: ClassVar[tuple[str, ...]] = ("reddi2021adaptive",)
 
     eta_l: float = positive(0.1)
     eta_g: float = positive(1e-2)

@@ -60,6 +60,7 @@ class LocalAdam(Algorithm[Server, Down, Client, Local, Up]):
     """
 
     title: ClassVar[str] = "LocalAdam"
+    cites: ClassVar[tuple[str, ...]] = ("chen2025gradient", "reddi2018convergence")
 
     eta_l: float = positive(1e-3)
     eta_g: float = positive(1.0)

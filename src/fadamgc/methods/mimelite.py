@@ -58,6 +58,7 @@ class MimeLite(Algorithm[Server, Down, Empty, Local, Up]):
     """
 
     title: ClassVar[str] = "MimeLite"
+    cites: ClassVar[tuple[str, ...]] = ("karimireddy2020mime",)
 
     eta_l: float = positive(1e-3)
     eta_g: float = positive(1.0)

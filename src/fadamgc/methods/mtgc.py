@@ -67,6 +67,7 @@ class MTGC(GroupedAlgorithm[Server, Down, Client, Local, Up]):
     """
 
     title: ClassVar[str] = "MTGC"
+    cites: ClassVar[tuple[str, ...]] = ("fang2024hierarchical",)
     # Later, y_j is known, and d_j is the change of the group's model divided by H eta_l.
     first_only: ClassVar[tuple[str, ...]] = ("y", "d", "kept")
 

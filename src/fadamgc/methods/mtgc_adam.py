@@ -78,6 +78,7 @@ class MTGCAdam(GroupedAlgorithm[Server, Down, Client, Local, Up]):
     """
 
     title: ClassVar[str] = "MTGC (Adam)"
+    cites: ClassVar[tuple[str, ...]] = ("fang2024hierarchical", "chen2025gradient")
     first_only: ClassVar[tuple[str, ...]] = ("y", "kept")
 
     eta_l: float = positive(1e-3)

@@ -57,6 +57,7 @@ class Scaffnew(Algorithm[Server, Down, Client, Local, Up]):
     """
 
     title: ClassVar[str] = "Scaffnew"
+    cites: ClassVar[tuple[str, ...]] = ("mishchenko2022proxskip",)
 
     eta_l: float = positive(0.1)
     p: float | None = optional_share()

@@ -57,6 +57,7 @@ class Scaffold(Algorithm[Server, Down, Client, Local, Up]):
     """
 
     title: ClassVar[str] = "SCAFFOLD"
+    cites: ClassVar[tuple[str, ...]] = ("karimireddy2020scaffold",)
     tracked_only: ClassVar[tuple[str, ...]] = ("dy",)
     changes: ClassVar[dict[str, str]] = {"dy": "y"}
 

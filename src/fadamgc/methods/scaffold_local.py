@@ -54,6 +54,7 @@ class ScaffoldLocal(Algorithm[Server, Down, Client, Local, Up]):
     """
 
     title: ClassVar[str] = "SCAFFOLD (local form)"
+    cites: ClassVar[tuple[str, ...]] = ("karimireddy2020scaffold",)
 
     eta_l: float = positive(0.1)
     eta_g: float = positive(1.0)

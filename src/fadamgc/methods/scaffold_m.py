@@ -62,6 +62,7 @@ class ScaffoldM(Algorithm[Server, Down, Client, Local, Up]):
     """
 
     title: ClassVar[str] = "SCAFFOLD-M"
+    cites: ClassVar[tuple[str, ...]] = ("cheng2024momentum", "karimireddy2020scaffold")
     tracked_only: ClassVar[tuple[str, ...]] = ("dy",)
     changes: ClassVar[dict[str, str]] = {"dy": "y"}
 

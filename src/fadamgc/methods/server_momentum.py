@@ -34,6 +34,7 @@ class ServerMomentum(Composition):
     """
 
     title: ClassVar[str] = "Server momentum"
+    cites: ClassVar[tuple[str, ...]] = ("hsu2019measuring",)
 
     eta_l: float = positive(0.1)
     eta_g: float = positive(1.0)
