@@ -99,5 +99,6 @@ def _of_run(run: Run) -> list[str]:
 
 
 def _of_task(task: Mapping[str, Any]) -> list[str]:
+    tables: dict[str, dict[str, tuple[str, ...]]]
     tables = {"data": DATA, "model": MODELS, "partition": PARTITIONS}
     return [key for name, table in tables.items() for key in table.get(str(task.get(name)), ())]

@@ -58,9 +58,9 @@ def compare(ours: Results, label: str, others: Results, rival: str, measure: str
     """Compare two methods of two experiments with the same seeds."""
     mine, theirs = values_by_seed(ours, label, measure), values_by_seed(others, rival, measure)
     rows = {row.method.label: (results, row) for results in (others, ours) for row in results.rows}
-    texts = [to_target(*rows[name], measure).text for name in (label, rival)]
+    our_text, rival_text = (to_target(*rows[name], measure).text for name in (label, rival))
     pairs = [theirs[seed] - value for seed, value in mine.items() if seed in theirs]
-    return Comparison(rival, *texts, Difference.of(pairs))
+    return Comparison(rival, our_text, rival_text, Difference.of(pairs))
 
 
 def best_of(others: Results) -> str:
