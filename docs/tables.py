@@ -36,6 +36,8 @@ from fadamgc.paper.advice import FILE as ADVICE
 from fadamgc.paper.advice import Evidence, Situation, advise
 from fadamgc.paper.study import read_members, read_study
 from fadamgc.tree import named_leaves
+from website import algorithms as algorithm_pages
+from website import commands
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZE = 1000  # of a model, to tell vectors from single numbers
@@ -316,6 +318,10 @@ def pages() -> Iterator[tuple[Path, str]]:
             if count != 1:
                 raise SystemExit(f"{name} has {count} blocks {start.strip()}; it must have one")
         yield ROOT / name, text
+    for name in algorithm_pages.pages():
+        path = algorithm_pages.FOLDER / f"{name}.md"
+        yield path, algorithm_pages.with_blocks(path.read_text(), name, advice())
+    yield commands.PAGE, commands.page()
     text = json.dumps(current(), indent=1, ensure_ascii=False) + "\n"
     yield FILE, text
     lines = [line.model_dump() for line in advice()]

@@ -23,7 +23,7 @@ from fadamgc.sim.checkpoint import load_run
 
 FILE = Path(__file__).with_name("references.bib")
 PACKAGE = "fadamgc"
-DATA = {
+DATA: dict[str, tuple[str, ...]] = {
     "cifar10": ("krizhevsky2009learning",),
     "cifar100": ("krizhevsky2009learning",),
     "tiny-imagenet": ("le2015tiny",),
@@ -32,12 +32,12 @@ DATA = {
     "uci_har": ("anguita2013public",),
     "digits": ("alpaydin1998optical",),
 }
-MODELS = {
+MODELS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("resnet8", "resnet18"), ("he2016deep",)),
     "minilm": ("wang2020minilm", "hu2022lora"),
     "gpt2": ("radford2019language", "hu2022lora"),
 }
-PARTITIONS = {"dirichlet": ("hsu2019measuring",)}
+PARTITIONS: dict[str, tuple[str, ...]] = {"dirichlet": ("hsu2019measuring",)}
 ROBUST = ("yin2018byzantine",)  # the median and the trimmed mean of the replies
 
 
@@ -99,6 +99,5 @@ def _of_run(run: Run) -> list[str]:
 
 
 def _of_task(task: Mapping[str, Any]) -> list[str]:
-    tables: dict[str, dict[str, tuple[str, ...]]]
     tables = {"data": DATA, "model": MODELS, "partition": PARTITIONS}
     return [key for name, table in tables.items() for key in table.get(str(task.get(name)), ())]
