@@ -23,15 +23,28 @@ from fadamgc.experiments.report.numbers import (
     Row,
     read_results,
 )
+from fadamgc.experiments.report.plots import png
 from fadamgc.files import write_atomic
-from fadamgc.paper import claims, theory
+from fadamgc.paper import claims, ours, overview, theory
 from fadamgc.paper.claims import ahead
 from fadamgc.paper.published import BETA2, MAIN, PaperRow
 from fadamgc.paper.study import STUDY, SavedStudy, read_members, read_study
 
 ORDER = (
     *("digits", "main-cifar10", "main-cifar100", "main-tinyimagenet", "main-20news", "main-qnli", "main-qqp"),
-    *("main-sst2", "curves", "heterogeneity", "tracking", "participation", "beta2", "theory", "har"),
+    *(
+        "main-sst2",
+        "curves",
+        "heterogeneity",
+        "tracking",
+        "participation",
+        "beta2",
+        "theory",
+        "har",
+        "ours",
+        "regimes",
+        "paper-steps",
+    ),
 )
 NOTES = "notes.md"  # explanations, written by hand, in the folder of the records
 
@@ -95,6 +108,18 @@ def _next_to_paper(results: Results, published: PaperRow, key: Callable[[Row], s
 
 INTRODUCTION = """# Results
 
+## In short
+
+{answer}
+![Rounds to the target, relative to the fewest of the row]({figure})
+
+Every point is a method on one row; 1 is the method with the fewest rounds to the target there, on average
+over seeds, where a run that missed the target counts with all its rounds. One method is *clearly* ahead of
+another if the 95 % confidence interval of the mean paired difference excludes 0. The same runs give advice:
+[Which method should I use?](which.md)
+
+## How to read this page
+
 The command
 
     python -m fadamgc.paper.comparison results docs/results.md
@@ -118,12 +143,14 @@ sections of the studies.
 
 def page(root: Path, to: Path) -> str:
     """Render the page, with links relative to the file that it will be written to."""
-    found = [path for path in root.iterdir() if ExperimentFolder(path).has_spec or (path / STUDY).is_file()]
-    folders = sorted(found, key=lambda folder: ([*ORDER, folder.name].index(folder.name), folder.name))
+    folders = _folders(root)
     studies = {folder.name: read_study(folder) for folder in folders}
     records = {folder.name: _experiments(folder, studies[folder.name]) for folder in folders}
     checked = claims.findings(records)
-    parts = [INTRODUCTION + claims.summary_table(checked).to_markdown()]
+    short = overview.answer(overview.standings(records), checked, _ours(records))
+    figure = os.path.relpath(root / overview.FIGURE, to.parent)
+    introduction = INTRODUCTION.format(answer=short, figure=figure)
+    parts = [introduction + claims.summary_table(checked).to_markdown()]
     for folder in folders:
         link = os.path.relpath(folder, to.parent)
         study, experiments = studies[folder.name], records[folder.name]
@@ -138,6 +165,17 @@ def page(root: Path, to: Path) -> str:
             body += f"\n**Why.** {notes.read_text(encoding='utf-8').strip()}\n"
         parts.append(f"## {folder.name}\n\n{body}")
     return "\n".join(parts)
+
+
+def _folders(root: Path) -> list[Path]:
+    """List the folders of studies, in the order of the page."""
+    found = [path for path in root.iterdir() if ExperimentFolder(path).has_spec or (path / STUDY).is_file()]
+    return sorted(found, key=lambda folder: ([*ORDER, folder.name].index(folder.name), folder.name))
+
+
+def _ours(records: Mapping[str, Experiments]) -> list[ours.Line]:
+    others = {name: records[name][0] for name in ours.ROWS.values() if name in records}
+    return ours.lines(records.get(ours.STUDY, ()), others)
 
 
 def _experiments(folder: Path, study: SavedStudy | None) -> Experiments:
@@ -190,6 +228,8 @@ def main(arguments: Sequence[str]) -> None:
         sys.exit(f"usage: python -m {__spec__.name if __spec__ else 'comparison'} RESULTS PAGE")
     root, to = map(Path, arguments)
     write_atomic(to, page(root, to).encode())
+    records = {folder.name: _experiments(folder, read_study(folder)) for folder in _folders(root)}
+    write_atomic(root / overview.FIGURE, png(overview.figure(overview.standings(records))))
 
 
 if __name__ == "__main__":
