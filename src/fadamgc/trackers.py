@@ -1,4 +1,4 @@
-"""Callbacks of a simulation that show its rounds in TensorBoard or MLflow.
+"""Callbacks of a simulation that show its rounds in TensorBoard, MLflow or Weights & Biases.
 
 fadamgc.simulate(..., callbacks=[fadamgc.trackers.tensorboard("logs/first")])
 """
@@ -8,15 +8,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from fadamgc.errors import InputError, nearest
 from fadamgc.sim.engine import RoundEnd
 
-__all__ = ["mlflow", "tensorboard"]
+__all__ = ["mlflow", "tensorboard", "wandb"]
 
 VARIABLE = "FADAMGC_TRACK"  # environment variable that worker processes inherit: some of TRACKERS
-TRACKERS = ("tensorboard", "mlflow")
+TRACKERS = ("tensorboard", "mlflow", "wandb")
 NUMBERS = (  # of a record
     *("train_loss", "test_loss", "test_accuracy", "test_metric"),
     *("bytes_down", "bytes_up", "simulated_seconds", "wall_seconds"),
@@ -93,6 +93,69 @@ def mlflow(
     return track
 
 
+def wandb(
+    name: str,
+    project: str = "fadamgc",
+    parameters: Mapping[str, Any] | None = None,
+    folder: str | Path | None = None,
+    mode: Literal["online", "offline"] | None = None,
+) -> WandbRun:
+    """Log every round to a run of Weights & Biases.
+
+    Offline, the run is written to ``folder/wandb``, and ``wandb sync`` sends it later.
+
+    Args:
+        name: name of the run.
+        project: name of the project that the run belongs to.
+        parameters: stored with the run, e.g. the hyperparameters.
+        folder: where wandb writes its files; None is wandb's default.
+        mode: "online" or "offline"; None is the environment variable ``WANDB_MODE``, or else online if there
+            is an API key and offline if there is none.
+
+    Example:
+        >>> import fadamgc, tempfile, torch
+        >>> data = [(torch.randn(8, 3), torch.randn(8, 1)) for _ in range(4)]
+        >>> task = fadamgc.Task(torch.nn.Linear(3, 1), torch.nn.functional.mse_loss, data)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     track = wandb("first", folder=folder, mode="offline")
+        ...     run = fadamgc.simulate(fadamgc.FedAvg(), task, rounds=2, callbacks=[track])
+        ...     track.finish()
+        ...     [path.suffix for path in Path(folder).rglob("run-*.wandb")]
+        ['.wandb']
+    """
+    try:
+        import wandb as package
+    except ImportError:
+        raise InputError("tracking with wandb needs a package; pip install 'fadamgc[wandb]'") from None
+    if mode is None and not os.environ.get("WANDB_MODE"):
+        mode = "online" if package.api.api_key else "offline"
+    run = package.init(
+        project=project,
+        name=name,
+        config=dict(parameters or {}),
+        dir=None if folder is None else str(folder),
+        mode=mode,
+        reinit="create_new",  # several runs of a process at the same time
+        settings=package.Settings(silent=True, console="off"),
+    )
+    return WandbRun(run)
+
+
+class WandbRun:
+    """A run of Weights & Biases. wandb ends it when the process ends, or ``finish`` does."""
+
+    def __init__(self, run: Any) -> None:
+        self._run = run
+
+    def __call__(self, end: RoundEnd) -> None:
+        """Log a round."""
+        self._run.log(_numbers(end), step=end.record.round)
+
+    def finish(self) -> None:
+        """Write everything that is still in memory, and end the run."""
+        self._run.finish()
+
+
 def _numbers(end: RoundEnd) -> dict[str, float]:
     """Return the numbers of a round that are tracked."""
     values = {name: getattr(end.record, name) for name in NUMBERS}
@@ -115,6 +178,8 @@ def trackers_of(folder: Path, name: str, parameters: Mapping[str, Any]) -> list[
     for kind in filter(None, os.environ.get(VARIABLE, "").split(",")):
         if kind == "tensorboard":
             trackers.append(tensorboard(folder / "tensorboard" / name))
+        elif kind == "wandb":
+            trackers.append(wandb(name, folder.resolve().name, parameters, folder))
         else:
             uri = os.environ.get("MLFLOW_TRACKING_URI") or (folder / "mlruns").resolve().as_uri()
             trackers.append(mlflow(name, folder.resolve().name, parameters, uri))

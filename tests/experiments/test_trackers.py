@@ -1,6 +1,8 @@
-"""TensorBoard and MLflow see what the records say."""
+"""TensorBoard, MLflow and Weights & Biases see what the records say."""
 
 from __future__ import annotations
+
+import json
 
 import pytest
 from typer.testing import CliRunner
@@ -65,6 +67,55 @@ def test_mlflow_has_every_number_of_every_round(tmp_path):
     assert found.data.params == {"eta_l": "0.1"}
     history = client.get_metric_history(found.info.run_id, "train_loss")
     assert [(m.step, m.value) for m in history] == [(r.round, r.train_loss) for r in done.history]
+
+
+def logged(path):
+    """What a run of Weights & Biases has written to its file: the configuration, and the numbers by step."""
+    import wandb
+    from wandb.proto.wandb_internal_pb2 import Record
+    from wandb.sdk.internal.datastore import DataStore
+
+    assert wandb.__version__
+    store, config, steps = DataStore(), {}, {}
+    store.open_for_scan(str(path))
+    while (data := store.scan_data()) is not None:
+        record = Record()
+        record.ParseFromString(data)
+        config |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
+        items = {"".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.history.item}
+        if items:
+            steps[record.history.step.num] = items
+    store.close()
+    return config, steps
+
+
+@pytest.mark.slow
+def test_weights_and_biases_has_every_number_of_every_round(tmp_path):
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    track = trackers.wandb("first", "tests", {"eta_l": 0.1}, tmp_path, mode="offline")
+    done = run(track)
+    track.finish()
+    (path,) = tmp_path.rglob("run-*.wandb")
+    config, steps = logged(path)
+    assert config["eta_l"] == 0.1
+    assert [(t, values["train_loss"]) for t, values in steps.items()] == [
+        (r.round, r.train_loss) for r in done.history
+    ]
+    assert ["test_accuracy" in values for values in steps.values()] == [False, True, True]
+    assert [values["bytes_up"] for values in steps.values()] == [r.bytes_up for r in done.history]
+
+
+@pytest.mark.slow
+def test_without_a_key_weights_and_biases_is_offline(tmp_path, monkeypatch):
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv(trackers.VARIABLE, "wandb")
+    (track,) = trackers.trackers_of(tmp_path, "one", {"eta_l": 0.5})
+    run(track)
+    track.finish()
+    assert len(list(tmp_path.glob("wandb/offline-run-*"))) == 1
 
 
 @pytest.mark.slow

@@ -57,7 +57,8 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress, on
 Resume = Annotated[bool, typer.Option("--resume", help="Keep finished runs in the folder and run the rest.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the experiment in the folder.")]
 Track = Annotated[
-    str, typer.Option(help="Track the runs with tensorboard or mlflow, or both, separated by a comma.")
+    str,
+    typer.Option(help="Track the runs with tensorboard, mlflow or wandb, or several, separated by commas."),
 ]
 SaveModels = Annotated[
     Literal["last", "best"] | None,
