@@ -159,7 +159,7 @@ def test_versions_agree():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["version"] == fadamgc.__version__
     assert f"\nversion: {fadamgc.__version__}\n" in (ROOT / "CITATION.cff").read_text()
-    assert f"## {fadamgc.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+    assert f"## [{fadamgc.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
 
 
 @pytest.mark.slow
