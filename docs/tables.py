@@ -290,6 +290,24 @@ def which() -> str:
     return "\n".join(rows)
 
 
+def places() -> str:
+    """Return the rounds without correction, and with it after the moments and before them."""
+    labels = {"local_adam": "no correction", "fa_nt": "after the moments", "fadamgc": "before the moments"}
+    rows = [f"| data | {' | '.join(labels.values())} |", f"|---|{'--:|' * len(labels)}"]
+    for line in advice():
+        methods = {method.algorithm: method for method in line.methods}
+        if (
+            line.study.startswith("main-")
+            and not line.study.endswith("-desk")
+            and labels.keys() <= methods.keys()
+        ):
+            rounds = [f"{mean(methods[name].rounds.values()):.1f}" for name in labels]
+            rows.append(
+                f"| [{line.study}](../results/{line.study}), to {line.target:.0%} | {' | '.join(rounds)} |"
+            )
+    return "\n".join(rows)
+
+
 def round_trip() -> str:
     """Return where the time of a federation's round goes, as ``benchmarks/round_trip.py`` has measured it."""
     measured = json.loads((ROOT / "results" / "benchmarks" / "round-trip.json").read_text())
@@ -303,6 +321,7 @@ BLOCKS: dict[str, tuple[Callable[[], str], ...]] = {
     "docs/flower.md": (traffic, round_trip),
     "docs/methods.md": (exactness,),
     "docs/ray.md": (ray_traffic,),
+    "docs/scaffold-and-adam.md": (places,),
     "docs/which.md": (which,),
 }
 
