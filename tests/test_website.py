@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 import typer
 
+import fadamgc
 from fadamgc.cli.main import app
 from fadamgc.experiments.spec.sections import CostSpec, MethodSpec, RunSpec, TuneSpec
+from fadamgc.methods import algorithm_class
 from fadamgc.tasks import sections
-from website import commands, links, reference
+from website import algorithms, commands, links, reference
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -22,10 +26,21 @@ def test_every_public_name_is_documented_once():
 
 
 def test_every_public_name_has_an_example():
-    """Except methods, whose use is that of ``Algorithm``."""
+    """Methods have theirs on pages of their own."""
     names = reference.public_names()
     without = [name for name, value in names.items() if not reference.has_example(name, value)]
     assert set(without) <= reference.method_names()
+
+
+@pytest.mark.parametrize("name", algorithms.pages())
+def test_the_example_of_a_method_runs(name, capsys):
+    text = (algorithms.FOLDER / f"{name}.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"^```python\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+    used = vars(fadamgc)[re.findall(r"simulate\(fadamgc\.(\w+)\(\)", code)[0]]
+    assert used is algorithm_class(name)
+    torch.manual_seed(0)
+    exec(compile(code, f"{name}.md", "exec"), {})
+    assert math.isfinite(float(capsys.readouterr().out))
 
 
 def test_links_between_files_become_links_between_pages():

@@ -93,8 +93,22 @@ def head(name: str) -> str:
     lines += ["", "| setting | default | what it is |", "|---|---|---|"]
     plain = algorithm.plain()
     lines += [f"| `{key}` | `{plain[key]!r}` | {what.rstrip('.')} |" for key, what in text.settings.items()]
+    lines += ["", "## Example", "", "```python", *_example(algorithm, name), "```"]
     lines += ["", "## State and traffic", "", *_traffic(algorithm)]
     return "\n".join(lines)
+
+
+def _example(algorithm: AnyAlgorithm, name: str) -> Iterator[str]:
+    how = ["rounds=20", "sampled=4"] if len(_saved()["methods"][name]["quadratics"]) > 1 else ["rounds=20"]
+    how += ["tracked=2"] if algorithm.tracked_only and "sampled=4" in how else []
+    how += ["local_steps=5", "batch_size=8"]
+    yield "import fadamgc, torch"
+    yield "from torch.nn.functional import mse_loss"
+    yield ""
+    yield "clients = [(torch.randn(16, 3), torch.randn(16, 1) + i / 5) for i in range(10)]"
+    yield 'task = fadamgc.Task(torch.nn.Linear(3, 1), mse_loss, clients, metric="loss")'
+    yield f"run = fadamgc.simulate(fadamgc.{type(algorithm).__name__}(), task, {', '.join(how)})"
+    yield "print(run.history[-1].train_loss)"
 
 
 def _symbols(text: Docstring) -> Iterator[tuple[str, str]]:
@@ -143,8 +157,13 @@ def foot(name: str, evidence: tuple[Evidence, ...]) -> str:
     return "\n".join(lines)
 
 
+@cache
+def _saved() -> Any:
+    return json.loads((ROOT / "results" / "exactness" / "results.json").read_text())
+
+
 def _exact(name: str) -> Iterator[str]:
-    saved = json.loads((ROOT / "results" / "exactness" / "results.json").read_text())
+    saved = _saved()
     settings, found = saved["settings"], saved["methods"][name]["quadratics"]
     words = {"exact": "reaches the optimum", "stalls": "stalls", "converging": "is still converging"}
     for result in found:
