@@ -36,7 +36,7 @@ def test_every_public_name_has_an_example():
 def test_the_example_of_a_method_runs(name, capsys):
     text = (algorithms.FOLDER / f"{name}.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"^```python\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
-    used = vars(fadamgc)[re.findall(r"simulate\(fadamgc\.(\w+)\(\)", code)[0]]
+    used = vars(fadamgc)[re.findall(r"algo = fadamgc\.(\w+)\(\)", code)[0]]
     assert used is algorithm_class(name)
     torch.manual_seed(0)
     exec(compile(code, f"{name}.md", "exec"), {})

@@ -107,7 +107,8 @@ def _example(algorithm: AnyAlgorithm, name: str) -> Iterator[str]:
     yield ""
     yield "clients = [(torch.randn(16, 3), torch.randn(16, 1) + i / 5) for i in range(10)]"
     yield 'task = fadamgc.Task(torch.nn.Linear(3, 1), mse_loss, clients, metric="loss")'
-    yield f"run = fadamgc.simulate(fadamgc.{type(algorithm).__name__}(), task, {', '.join(how)})"
+    yield f"algo = fadamgc.{type(algorithm).__name__}()"
+    yield f"run = fadamgc.simulate(algo, task, {', '.join(how)})"
     yield "print(run.history[-1].train_loss)"
 
 
