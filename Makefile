@@ -24,12 +24,12 @@ $(VENV)/.base: pyproject.toml constraints.txt
 	@touch $@
 
 # The rest. declearn, which one test compares compositions with, asks for an older pandas, so it comes without
-# its dependencies. All is byte-compiled at the end, on all cores (some packages contain files for other
-# versions of Python).
+# its dependencies. At the end, what processes import is byte-compiled, on all cores (some packages contain files
+# for other versions of Python).
 $(VENV)/.installed: $(VENV)/.base
 	$(PIP_INSTALL) --editable '.[dev]'
 	$(PIP_INSTALL) --no-deps declearn fire gmpy2 msgpack termcolor
-	$(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null || true
+	$(BIN)/python -m compileall -q -j 0 -x '/(tests|transformers/models|mlflow)/' $(VENV)/lib >/dev/null || true
 	@touch $@
 
 demo: $(VENV)/.base  ## Compare the paper's seven methods on digits; results in out/compare

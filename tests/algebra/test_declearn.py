@@ -11,17 +11,18 @@ from fadamgc.data import synthetic
 from problems import linear_task
 from short_runs import simulate
 
-pytest.importorskip("declearn")
-from declearn.model.sklearn import NumpyVector
-from declearn.optimizer import Optimizer
-from declearn.optimizer.modules import ScaffoldServerModule
-
 ETA, K, ROUNDS = 0.03, 5, 8
 ADAM = {"beta_1": 0.8, "beta_2": 0.95, "eps": 1e-3}
 
 
 def by_declearn(data: synthetic.Synthetic, x: np.ndarray, amsgrad: bool) -> np.ndarray:
     """All clients take part in every round; the server averages their models."""
+    # Imported here: it takes seconds, and every process that runs tests reads this file.
+    pytest.importorskip("declearn")
+    from declearn.model.sklearn import NumpyVector
+    from declearn.optimizer import Optimizer
+    from declearn.optimizer.modules import ScaffoldServerModule
+
     modules = ["scaffold-client", ("adam", ADAM | {"amsgrad": amsgrad})]
     optimizers = [Optimizer(lrate=1.0, modules=modules) for _ in data.clients]
     server = ScaffoldServerModule()

@@ -306,5 +306,5 @@ def quiet() -> Iterator[None]:
             logger.setLevel(logging.ERROR)
         if transformers_logging.is_progress_bar_enabled():
             stack.callback(transformers_logging.enable_progress_bar)
-            transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+            transformers_logging.disable_progress_bar()
         yield
