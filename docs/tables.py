@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import importlib.util
 import json
+import math
 import re
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -246,14 +247,20 @@ def search() -> str:
             point = (rounds, reached, float(line["eta_l"]))
             best = found.setdefault(line["method"], {})
             best[titles[-1]] = min(best.get(titles[-1], point), point)
-    lines = [f"| candidate | {' | '.join(titles)} |", f"|---|{'--:|' * len(titles)}"]
-    for name, best in sorted(found.items(), key=lambda item: mean(rounds for rounds, *_ in item[1].values())):
-        cells = [
-            f"{rounds:.0f}{'' if reached == seeds else f' ({reached}/{seeds} reached)'}, eta_l {eta_l:g}"
-            for rounds, reached, eta_l in (best[title] for title in titles)
-        ]
+    lines = [f"| candidate | ratio | {' | '.join(titles)} |", f"|---|--:|{'--:|' * len(titles)}"]
+    fewest = {title: min(best[title][0] for best in found.values() if title in best) for title in titles}
+    ratios = {
+        name: math.exp(mean(math.log(rounds / fewest[title]) for title, (rounds, *_) in best.items()))
+        for name, best in found.items()
+    }
+    for name, best in sorted(found.items(), key=lambda item: (-len(item[1]), ratios[item[0]])):
+        cells = [f"{ratios[name]:.2f}"]
+        for title in titles:
+            rounds, reached, eta_l = best.get(title, (0.0, 0, 0.0))
+            missed = "" if reached == seeds else f" ({reached}/{seeds} reached)"
+            cells.append(f"{rounds:.0f}{missed}, eta_l {eta_l:g}" if title in best else "")
         label = f"**{name}**" if name in ("FedKeel", "FAdamGC") else name
-        lines.append(f"| {label} | {' | '.join(cells)} |")
+        lines.append(f"| {label} | {' | '.join(cells)} |".replace("|  |", "| |"))
     return "\n".join(lines)
 
 
