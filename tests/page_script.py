@@ -13,20 +13,27 @@ import pytest
 
 STUB = """
 const fs = require("fs"), vm = require("vm");
-const [data, script, chosen, chosenCodecs] = JSON.parse(fs.readFileSync(0, "utf8"));
+const [library, data, script, chosen, chosenCodecs] = JSON.parse(fs.readFileSync(0, "utf8"));
 const nodes = {}, plots = {};
 function node(id) {
   return nodes[id] ??= {
     id, value: chosen[id] ?? "0", min: "-3", textContent: "", dataset: {}, tagName: "DIV",
     classList: { toggle: () => {} }, addEventListener: () => {}, querySelector: (s) => node(s),
-    querySelectorAll: () => [],
+    setAttribute: () => {}, querySelectorAll: () => [],
   };
 }
 nodes.experiments = { textContent: data };
 const document = { getElementById: node, querySelectorAll: () => [] };
-const Plotly = { react: (box, traces, layout) => { plots[box.id] = { traces, layout }; } };
+function uPlot(options, series, box) {
+  plots[box.id] = { ...box.plot, series, labels: options.series.map(({ label }) => label) };
+  this.destroy = () => {};
+}
+const kept = {};
+vm.runInNewContext(`${library}; kept.join = uPlot.join;`, { kept });
+uPlot.join = kept.join;
+const ResizeObserver = class { observe() {} };
 const matchMedia = () => ({ matches: false, addEventListener: () => {} });
-const said = {}, context = { document, matchMedia, Plotly, Number, Math, JSON, console, said, chosenCodecs };
+const said = {}, context = { document, matchMedia, uPlot, ResizeObserver, said, chosenCodecs };
 const further = `
   const experiment = EXPERIMENTS[0];
   const times = timesToTarget(experiment);
@@ -58,11 +65,11 @@ def drawn(folder, y="metric", x=("round", "minutes"), codecs=None):
         node = str(Path(playwright.__file__).parent / "driver" / "node")
     html = (folder / "report.html").read_text()
     data = re.search(r'<script type="application/json" id="experiments">(.*?)</script>', html, re.DOTALL)
-    script = html.rsplit("<script>", 1)[1].split("</script>")[0]
+    library, script = (part.split("</script>")[0] for part in html.split("<script>")[1:])
     chosen = {"[data-y]": y, '[data-x="0"]': x[0], '[data-x="1"]': x[1]}
     done = subprocess.run(
         [node, "-e", STUB],
-        input=json.dumps([data[1], script, chosen, codecs or {}]),
+        input=json.dumps([library, data[1], script, chosen, codecs or {}]),
         capture_output=True,
         text=True,
         timeout=60,

@@ -165,13 +165,13 @@ def test_rooms_form_no_circle():
 NOT_LOADED = {
     "fadamgc": ("fadamgc.sim", "fadamgc.data", "fadamgc.models", "fadamgc.experiments", "matplotlib"),
     "fadamgc.flower.serverapp": ("fadamgc.sim", "fadamgc.experiments", "matplotlib"),
-    "fadamgc.experiments.spec.toml_io": ("fadamgc.sim", "fadamgc.experiments.run", "matplotlib", "plotly"),
+    "fadamgc.experiments.spec.toml_io": ("fadamgc.sim", "fadamgc.experiments.run", "matplotlib"),
     "fadamgc.experiments.report.numbers": (
         *("fadamgc.sim", "fadamgc.experiments.run", "fadamgc.paper", "fadamgc.models"),
-        *("concurrent.futures.process", "matplotlib", "plotly"),
+        *("concurrent.futures.process", "matplotlib"),
     ),
     "fadamgc.paper.study": ("matplotlib", "fadamgc.sim", "fadamgc.experiments.run"),
-    "fadamgc.cli.main": ("fadamgc.sim", "fadamgc.experiments.run", "matplotlib", "plotly", "flwr"),
+    "fadamgc.cli.main": ("fadamgc.sim", "fadamgc.experiments.run", "matplotlib", "flwr"),
 }
 
 

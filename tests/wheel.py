@@ -23,7 +23,10 @@ IN_SDIST = {
     *("CHANGELOG.md", "CITATION.cff", "LICENSE", "MANIFEST.in", "PKG-INFO", "README.md"),
     *("pyproject.toml", "setup.cfg"),
 }
-METADATA = {"METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE", "top_level.txt"}
+METADATA = {
+    *("METADATA", "RECORD", "WHEEL", "entry_points.txt", "top_level.txt", "licenses/LICENSE"),
+    "licenses/src/fadamgc/experiments/report/web/uPlot.LICENSE",
+}
 USE = """
 import importlib, pkgutil
 import fadamgc, torch

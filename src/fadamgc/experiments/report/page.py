@@ -1,7 +1,7 @@
 """The report page: one HTML file that needs no network.
 
-``web/page.html.j2`` has the tables and the data; ``web/page.js`` draws the curves, and prices the rounds
-again when a slider is moved.
+``web/page.html.j2`` has the tables and the data; ``web/page.js`` draws the curves with uPlot, and prices the
+rounds again when a slider is moved.
 """
 
 from __future__ import annotations
@@ -58,8 +58,6 @@ CODEC_CHOICES = (  # kind of a field, text, codecs
 
 def page(title: str, experiments: Experiments, figures: Mapping[str, bytes] = {}) -> str:
     """Render the page of one or several experiments, under further figures: PNGs by caption."""
-    from plotly.offline import get_plotlyjs
-
     styles = {
         label: {"colour": colour(number), "dash": dash(number)}
         for number, label in enumerate(method_labels(experiments))
@@ -69,8 +67,9 @@ def page(title: str, experiments: Experiments, figures: Mapping[str, bytes] = {}
     return _template().render(
         title=title,
         subtitle=_subtitle(experiments[0].results) if alone else f"{len(experiments)} experiments",
-        style=_file("page.css"),
-        scripts=[get_plotlyjs(), _file("page.js")],
+        style=_file("uPlot.min.css") + _file("page.css"),
+        uplot=f"/*\n{_file('uPlot.LICENSE')}*/\n{_file('uPlot.iife.min.js')}",
+        script=_file("page.js"),
         styles=styles,
         sliders=SLIDERS,
         codec_choices=CODEC_CHOICES,

@@ -7,6 +7,7 @@ const EXPERIMENTS = JSON.parse(document.getElementById("experiments").textConten
 const AXES = { round: "round", minutes: "simulated minutes", bytes: "megabytes", wall: "wall clock seconds" };
 const PLOTS = [0, 1];  // of an experiment, side by side
 const DARK = matchMedia("(prefers-color-scheme: dark)");
+const FONT = "13px system-ui, sans-serif", HEIGHT = 380;
 
 const hidden = new Set();
 const cost = {};
@@ -216,7 +217,7 @@ function line(experiment, method, axis, key) {
   const along = method.runs.map((run) => positions(experiment, run, axis, method));
   const scale = experiment.quantities[key].scale, logarithmic = scale === "logarithmic";
   const back = scale === "share" ? (v) => 100 * Math.min(v, 1) : logarithmic ? Math.exp : (v) => v;
-  const x = [], middle = [], low = [], high = [], rounds = [];
+  const x = [], y = [], low = [], high = [], rounds = [];
   for (let i = 0; i < Math.min(...series.map((values) => values.length)); i++) {
     const values = series.map((of) => of[i]), place = mean(along.map((of) => of[i]));
     if (values.some((value) => value === null || (logarithmic && value <= 0)) || !Number.isFinite(place)) continue;
@@ -224,11 +225,11 @@ function line(experiment, method, axis, key) {
     const centre = mean(scaled), spread = values.length > 1 ? deviation(scaled) : 0;
     rounds.push(i + 1);
     x.push(place);
-    middle.push(back(centre));
+    y.push(back(centre));
     low.push(back(centre - spread));
     high.push(back(centre + spread));
   }
-  return { method, x, middle, low, high, rounds };
+  return { label: method.label, colour: method.colour, dash: method.dash, x, y, low, high, rounds };
 }
 
 function lines(experiment, axis, key) {
@@ -236,74 +237,132 @@ function lines(experiment, axis, key) {
     .map((method) => line(experiment, method, axis, key)).filter(({ x }) => x.length);
 }
 
-function traces(drawn, scale) {
-  const value = scale === "share" ? "%{y:.1f} %" : "%{y:.3g}";
-  return drawn.flatMap(({ method, x, middle, low, high, rounds }) => [
-    {
-      x: [...x, ...[...x].reverse()], y: [...high, ...[...low].reverse()],
-      fill: "toself", mode: "lines", fillcolor: method.colour + "1f", line: { width: 0 },
-      hoverinfo: "skip", showlegend: false,
-    },
-    {
-      x, y: middle, customdata: rounds, name: method.label.replace(/</g, "&lt;"), mode: "lines",
-      line: { color: method.colour, width: 2, dash: method.dash.map((length) => `${2 * length}px`).join(",") || "solid" },
-      showlegend: false, hovertemplate: `${value}, round %{customdata}, %{x:.4~s}`,
-    },
-  ]);
+function range(values, margin) {
+  const low = values.reduce((a, b) => Math.min(a, b)), high = values.reduce((a, b) => Math.max(a, b));
+  const room = margin * (high - low) || 0.5 * Math.abs(high) || 1;
+  return [low - room, high + room];
 }
 
-function limits(experiment, drawn, target, share) {
-  // The rule of value_limits in plots.py: the curves after their first rounds, and the target.
-  const first = experiment.early * Math.max(...drawn.map(({ rounds }) => rounds[rounds.length - 1]));
+function limits(experiment, drawn, target, scale) {
+  // The rule of value_limits in plots.py for a linear axis: the curves after their first rounds, and the target.
+  const logarithmic = scale === "logarithmic";
+  const first = logarithmic ? 0 : experiment.early * Math.max(...drawn.map(({ rounds }) => rounds[rounds.length - 1]));
   const values = drawn.flatMap(({ rounds, low, high }) => {
     const late = (value, i) => rounds[i] > first || i === rounds.length - 1;
     return [...low.filter(late), ...high.filter(late)];
   });
-  if (target !== null) values.push(target);
-  const low = values.reduce((a, b) => Math.min(a, b)), high = values.reduce((a, b) => Math.max(a, b));
-  const margin = experiment.margin * (high - low) || 0.5 * Math.abs(high) || 1;
-  return share ? [Math.max(low - margin, 0), Math.min(high + margin, 100)] : [low - margin, high + margin];
+  if (target !== null && (!logarithmic || target > 0)) values.push(target);
+  if (logarithmic) return range(values.map(Math.log), experiment.margin).map(Math.exp);
+  const [low, high] = range(values, experiment.margin);
+  return scale === "share" ? [Math.max(low, 0), Math.min(high, 100)] : [low, high];
 }
 
-function layout(experiment, axis, key, drawn) {
+function plotOf(experiment, axis, key) {
+  // What a plot shows: its lines and their bands, its axes, and the target.
   const { text, scale } = experiment.quantities[key];
-  const ink = DARK.matches ? "#e6e9ee" : "#1c2430", grid = DARK.matches ? "#323b47" : "#e6e9ee";
-  const shapes = [], annotations = [];
+  const drawn = lines(experiment, axis, key);
   const target = key !== "metric" || experiment.target === null ? null
     : scale === "share" ? 100 * experiment.target : experiment.target;
-  if (target !== null) {
-    shapes.push({
-      type: "line", xref: "paper", x0: 0, x1: 1, y0: target, y1: target, line: { color: ink, width: 1, dash: "dot" },
-    });
-    annotations.push({
-      text: `target ${experiment.target_text}`, xref: "paper", x: 1,
-      y: scale === "logarithmic" ? Math.log10(target) : target,
-      xanchor: "right", yanchor: "top", showarrow: false,
+  return {
+    lines: drawn,
+    target,
+    targetText: `target ${experiment.target_text}`,
+    x: { title: AXES[axis], end: Math.max(0, ...drawn.map(({ x }) => x[x.length - 1])) || 1 },
+    y: { title: text, scale, range: drawn.length ? limits(experiment, drawn, target, scale) : null },
+  };
+}
+
+function logSplits(low, high) {
+  // Ticks of a logarithmic axis: powers of ten, with 2 and 5 over few decades; equal steps within one decade.
+  const from = Math.floor(Math.log10(low)), to = Math.ceil(Math.log10(high));
+  const leads = to - from > 3 ? [1] : [1, 2, 5], found = [];
+  for (let power = from; power <= to; power += Math.ceil((to - from) / 8)) {
+    found.push(...leads.map((lead) => Number(`${lead}e${power}`)).filter((value) => value >= low && value <= high));
+  }
+  if (found.length > 2) return found;
+  const unit = 10 ** Math.floor(Math.log10(high - low)), units = (high - low) / unit;
+  const step = units > 5 ? 2 * unit : units > 2 ? unit : unit / 2;
+  const first = Math.ceil(low / step), count = Math.floor(high / step) - first + 1;
+  return Array.from({ length: count }, (_, i) => (first + i) * step);
+}
+
+function tick(value) {
+  return String(Number(value.toPrecision(6)));
+}
+
+function optionsOf(box, plot) {
+  // The plot as uPlot takes it: three series per line, for its means and for the limits of its band.
+  const share = plot.y.scale === "share", logarithmic = plot.y.scale === "logarithmic";
+  const ink = DARK.matches ? "#e6e9ee" : "#1c2430", grid = { stroke: DARK.matches ? "#323b47" : "#e6e9ee", width: 1 };
+  const axis = { stroke: ink, grid, ticks: grid, font: FONT, labelFont: FONT, labelSize: 26 };
+  const series = plot.lines.flatMap((line) => {
+    const rounds = new Map(line.x.map((x, i) => [x, line.rounds[i]]));
+    const value = (chart, y, number, i) => y == null ? "\u2013"
+      : `${share ? `${y.toFixed(1)} %` : number3(y)}${plot.x.title === "round" ? "" : `, round ${rounds.get(chart.data[0][i])}`}`;
+    const edge = { label: "", class: "edge", stroke: "transparent", points: { show: false } };
+    const { label, colour: stroke, dash } = line;
+    const points = { show: line.x.length === 1 };
+    return [{ label, stroke, width: 2, dash: dash.map((length) => 2 * length), value, points }, edge, edge];
+  });
+  if (plot.target !== null) {
+    series.push({
+      label: plot.targetText, class: "target", stroke: ink, width: 1, dash: [2, 3], value: () => "", points: { show: false },
     });
   }
-  const range = scale === "logarithmic" || !drawn.length ? {}
-    : { range: limits(experiment, drawn, target, scale === "share") };
+  const isLine = (number) => number % 3 === 1 && number <= 3 * plot.lines.length;
   return {
-    margin: { l: 60, r: 12, t: 12, b: 46 }, height: 400,
-    hovermode: axis === "round" ? "x" : "closest", shapes, annotations,
-    font: { family: "system-ui, sans-serif", size: 13, color: ink },
-    plot_bgcolor: "rgba(0,0,0,0)", paper_bgcolor: "rgba(0,0,0,0)",
-    xaxis: { title: { text: AXES[axis] }, rangemode: "tozero", gridcolor: grid, zerolinecolor: grid },
-    yaxis: {
-      title: { text: text.replace(/</g, "&lt;") }, gridcolor: grid, zerolinecolor: grid, ...range,
-      type: scale === "logarithmic" ? "log" : "linear",
-      ...(scale === "share" ? { ticksuffix: " %" } : { exponentformat: "power" }),
+    width: box.clientWidth, height: HEIGHT,
+    series: [{ label: plot.x.title, value: (chart, x) => x == null ? "\u2013" : number3(x) }, ...series],
+    bands: plot.lines.map(({ colour }, i) => ({ series: [3 * i + 2, 3 * i + 3], fill: `${colour}1f` })),
+    scales: {
+      x: { time: false, range: (chart, low, high) => [low <= chart.data[0][0] ? 0 : low, high] },  // whole, or zoomed
+      y: { distr: logarithmic ? 3 : 1, range: () => plot.y.range },
     },
+    axes: [
+      { ...axis, label: plot.x.title, size: 34, values: (chart, ticks) => ticks.map(tick) },
+      {
+        ...axis, label: plot.y.title, size: 58, values: (chart, ticks) => ticks.map((value) => tick(value) + (share ? " %" : "")),
+        ...(logarithmic ? { splits: (chart, number, low, high) => logSplits(low, high), filter: (chart, ticks) => ticks } : {}),
+      },
+    ],
+    cursor: {
+      drag: { x: true, y: true, uni: 20 }, hover: { prox: 30 }, points: { size: (chart, number) => isLine(number) ? 8 : 0 },
+    },
+    legend: { markers: { width: 2, dash: (chart, number) => chart.series[number].dash?.length ? "dashed" : "solid" } },
   };
+}
+
+function dataOf(plot) {
+  const tables = plot.lines.map(({ x, y, low, high }) => [x, y, high, low]);
+  const ends = [Math.min(...plot.lines.map(({ x }) => x[0])), plot.x.end];
+  if (plot.target !== null) tables.push([ends, [plot.target, plot.target]]);
+  return uPlot.join(tables);
+}
+
+function drawPlot(box, plot) {
+  box.plot = plot;
+  box.chart?.destroy();
+  box.chart = plot.lines.length ? new uPlot(optionsOf(box, plot), dataOf(plot), box) : null;
+  box.setAttribute("aria-label", `Plot of ${plot.y.title} over ${plot.x.title}. Arrow keys read values, Escape zooms out.`);
+}
+
+function readWithKeys(event) {
+  // Arrow keys move the read-out of a plot by a hundredth of its width.
+  const { chart } = event.currentTarget;
+  if (!chart) return;
+  const width = chart.over.clientWidth, left = chart.cursor.left ?? -1;
+  const to = { ArrowLeft: left - width / 100, ArrowRight: left + width / 100, Home: 0, End: width }[event.key];
+  if (to !== undefined) chart.setCursor({ left: Math.min(Math.max(to, 0), width), top: chart.over.clientHeight / 2 });
+  else if (event.key === "Escape") chart.setData(chart.data);
+  else return;
+  event.preventDefault();
 }
 
 function drawCurves(experiment, place) {
   const key = place.querySelector("[data-y]").value;
   for (const plot of PLOTS) {
     const axis = place.querySelector(`[data-x="${plot}"]`).value;
-    const drawn = lines(experiment, axis, key);
-    Plotly.react(place.querySelector(`[data-plot="${plot}"]`), traces(drawn, experiment.quantities[key].scale),
-      layout(experiment, axis, key, drawn), { responsive: true, displayModeBar: false });
+    drawPlot(place.querySelector(`[data-plot="${plot}"]`), plotOf(experiment, axis, key));
   }
 }
 
@@ -356,6 +415,7 @@ function slider(name) {
 
 function show(name) {
   document.getElementById(`shown-${name}`).textContent = number3(cost[name]);
+  slider(name).setAttribute("aria-valuetext", number3(cost[name]));
 }
 
 function fromSpec() {
@@ -419,6 +479,13 @@ function start() {
       select.addEventListener("change", () => draw(number));
     }
   });
+  const resized = new ResizeObserver((entries) => {
+    for (const { target } of entries) target.chart?.setSize({ width: target.clientWidth, height: HEIGHT });
+  });
+  for (const box of document.querySelectorAll(".plot")) {
+    box.addEventListener("keydown", readWithKeys);
+    resized.observe(box);
+  }
   DARK.addEventListener("change", drawAll);
   drawAll();
 }
