@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     )
     from fadamgc.experiments.api import experiment, report
     from fadamgc.federation.cost import CostModel
+    from fadamgc.federation.privacy import Privacy
     from fadamgc.federation.record import Record
     from fadamgc.federation.run import Run
     from fadamgc.federation.settings import Settings
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
         "LazyClients",
         "NonFiniteError",
         "OtherRunError",
+        "Privacy",
         "Ray",
         "Record",
         "RoundEnd",
@@ -87,6 +89,7 @@ _NAMES = {
     ),
     "experiments.api": ("experiment", "report"),
     "federation.cost": ("CostModel",),
+    "federation.privacy": ("Privacy",),
     "federation.record": ("Record",),
     "federation.run": ("Run",),
     "federation.settings": ("Settings",),

@@ -39,6 +39,7 @@ MODELS: dict[str, tuple[str, ...]] = {
 }
 PARTITIONS: dict[str, tuple[str, ...]] = {"dirichlet": ("hsu2019measuring",)}
 ROBUST = ("yin2018byzantine",)  # the median and the trimmed mean of the replies
+PRIVATE = ("mcmahan2018learning", "balle2018privacy")  # the mechanism and its accounting
 
 
 @cache
@@ -86,7 +87,9 @@ def _of_spec(spec: Spec) -> list[str]:
                     f"% {method.algorithm}: not known here; a method of your own has a reference of your own"
                 )
     robust = spec.run.aggregation or any(method.aggregation for method in spec.methods)
-    return [*keys, *_of_task(spec.task.model_dump()), *(ROBUST if robust else ())]
+    private = any(map(spec.privacy, spec.methods))
+    of_messages = (*(ROBUST if robust else ()), *(PRIVATE if private else ()))
+    return [*keys, *_of_task(spec.task.model_dump()), *of_messages]
 
 
 def _of_run(run: Run) -> list[str]:
@@ -95,7 +98,8 @@ def _of_run(run: Run) -> list[str]:
         raise InputError(f"the run is of {name!r}, which is not registered; import its module first")
     identity: Any = run.settings.get(IDENTITY) or {}
     robust = ROBUST if run.settings.get("aggregation") else ()
-    return [PACKAGE, *run.algorithm.cites, *_of_task(identity.get("task", {})), *robust]
+    private = PRIVATE if run.settings.get("privacy") else ()
+    return [PACKAGE, *run.algorithm.cites, *_of_task(identity.get("task", {})), *robust, *private]
 
 
 def _of_task(task: Mapping[str, Any]) -> list[str]:

@@ -17,6 +17,7 @@ from fadamgc.algorithm import AnyAlgorithm, Cohort, Empty, Flag, Steps, example,
 from fadamgc.codecs import Codec, CodecTable, check_table, codecs_of
 from fadamgc.errors import InputError, nearest, shown
 from fadamgc.federation.local_parameters import PartClient, PartlyLocal
+from fadamgc.federation.privacy import Mechanism
 from fadamgc.federation.sampling import CODEC, torch_seed
 from fadamgc.grouped import GroupedAlgorithm
 from fadamgc.tree import from_names, named_leaves, names
@@ -34,19 +35,27 @@ class SentUp(NamedTuple):
 
 
 class MessageCodecs:
-    """The codecs of the messages of one algorithm.
+    """The codecs of the messages of one algorithm; with ``privacy``, the server clips what it reads.
 
     Attributes:
         down, up: the codec of each field that has one.
         rest: the fields of ``up`` whose rest the client adds to the next message.
     """
 
-    def __init__(self, table: CodecTable, algorithm: AnyAlgorithm, d: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        table: CodecTable,
+        algorithm: AnyAlgorithm,
+        d: int,
+        dtype: torch.dtype,
+        privacy: Mechanism | None = None,
+    ) -> None:
         if table and isinstance(algorithm, GroupedAlgorithm):
             raise InputError(
                 f"codec={shown(dict(table))} is given, but {type(algorithm).__name__} has clients in groups; "
                 "omit it, or use another algorithm"
             )
+        self.privacy = privacy
         self.down: dict[str, Codec] = {}
         self.up: dict[str, Codec] = {}
         self._tracked_only = tuple(algorithm.tracked_only)
@@ -57,6 +66,11 @@ class MessageCodecs:
             _check_changes(algorithm, up, names(sample.client))
             self.down, self.up = codecs_of(table, tuple(down)), codecs_of(table, tuple(up))
         self.rest = tuple(n for n, c in self.up.items() if c.keeps_rest and n not in algorithm.changes)
+
+    @property
+    def changes_up(self) -> bool:
+        """Whether the server reads something else than clients meant to send."""
+        return bool(self.up) or self.privacy is not None
 
     def keeping_rest(self, algorithm: AnyAlgorithm) -> AnyAlgorithm:
         """Return the algorithm whose clients keep what their codecs have not sent, if there is a rest."""
@@ -88,7 +102,7 @@ class MessageCodecs:
         fields |= {name: fields[name] + rest[name] for name in rest if name in coded}
         sent = _encoded(fields, coded, (seed, CODEC, t, client + 1))
         read = decode(sent, coded, fields)
-        arrived = from_names(up, read)
+        arrived = from_names(up, read if self.privacy is None else self.privacy.clipped(read))
         if not isinstance(algorithm, WithRest):
             return SentUp(algorithm.received(state, up, arrived), sent, arrived)
         rest |= {name: fields[name] - read[name] for name in rest if name in coded}

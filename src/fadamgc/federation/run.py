@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from fadamgc.algorithm import AnyAlgorithm, example
 from fadamgc.bundle import LazyTensor, read_bundle, write_bundle
 from fadamgc.errors import CheckpointError, FadamgcError, InputError, cut, not_accepted, shown, whole
+from fadamgc.federation.accounting import Accounting
 from fadamgc.federation.client_data import ClientTable
 from fadamgc.federation.client_states import ClientStates, ForgottenStates
 from fadamgc.federation.cost import CostModel
@@ -188,6 +189,21 @@ class Run:
             return None
         history = self.history if cost is None else self.reprice(cost).history
         return sum(record.simulated_seconds for record in history if record.round <= rounds) / 60
+
+    def epsilon(self, delta: float = 1e-5) -> float:
+        """Return epsilon of the run for this delta: how far it hides all the data of one client.
+
+        It is for those who see all models and messages of the server, and infinite without ``privacy``. A run
+        with a ``target`` counts with all its rounds: when it stops depends on what it has learned.
+
+        Args:
+            delta: the other number of (epsilon, delta)-privacy, less than 1 / clients.
+        """
+        accounting = self.settings.get("accounting")
+        if accounting is None:
+            return math.inf
+        rounds = len(self.history) if self.settings.get("target") is None else int(self.settings["rounds"])
+        return Accounting.of(accounting).epsilon(rounds, delta)
 
     def reprice(self, cost: CostModel) -> Run:
         """Return the same run under another cost model, without running it again."""

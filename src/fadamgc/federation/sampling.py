@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 # One number for each kind of draw, so that no two kinds share a stream.
-COHORT, BATCHES, FORWARD, GRADIENT, EVALUATION, COIN, DROPOUT, STRAGGLER, TRANSFORM, READ, CODEC = range(11)
+COHORT, BATCHES, FORWARD, GRADIENT, EVALUATION, COIN, DROPOUT, STRAGGLER, TRANSFORM, READ = range(10)
+CODEC, NOISE = 10, 11
 
 
 def generator(seed: int, stream: int, *address: int) -> np.random.Generator:

@@ -18,6 +18,7 @@ from fadamgc.federation.group_rounds import GroupRounds
 from fadamgc.federation.jobs import Result, Round
 from fadamgc.federation.local_parameters import PartDown, PartlyLocal, partly_local
 from fadamgc.federation.messages import MessageCodecs, on_the_wire
+from fadamgc.federation.privacy import check_buffers, check_privacy
 from fadamgc.federation.record import Record
 from fadamgc.federation.robust import RobustSums, check_robust
 from fadamgc.federation.run import Run, environment
@@ -63,6 +64,7 @@ class Federation:
         weights: the clients' weights, with mean 1; None if all are equal.
         history: one record per round.
         setup: the work before round 1, which counts in round 1.
+        privacy: clipping and noise of the clients' messages; None without.
         robust_fields: the fields of the clients' messages whose mean is robust.
         message_sizes: numbers and bytes of each field of the messages; None with groups.
     """
@@ -75,6 +77,7 @@ class Federation:
         settings: Settings,
         cost: CostModel | None = None,
     ) -> None:
+        self.privacy = check_privacy(settings.privacy, settings, algorithm.at(1))
         algorithm = algorithm.for_model(functions.flat.shapes).for_rounds(settings.rounds)
         if isinstance(algorithm, GroupedAlgorithm):
             algorithm = algorithm.for_groups([len(group) for group in settings.group_ids(n)])
@@ -82,12 +85,14 @@ class Federation:
         x0, buffers0 = functions.x0, functions.buffers0
         sent, buffers = functions.flat.d, buffers0
         self.robust_fields = check_robust(settings.aggregation, algorithm.at(1), settings.weights)
-        self.codecs = MessageCodecs(settings.codec or (), algorithm.at(1), sent, x0.dtype)
+        self.codecs = MessageCodecs(settings.codec or (), algorithm.at(1), sent, x0.dtype, self.privacy)
         algorithm = self.codecs.keeping_rest(algorithm)
         if settings.local_parameters is not None:
             patterns = settings.local_parameters
             algorithm = partly_local(algorithm, patterns, functions.module, functions.flat, buffers0)
             sent, buffers = algorithm.layout.shared_size, algorithm.layout.shared_buffers(buffers0)
+        if self.privacy is not None:
+            check_buffers(buffers)
         self.scheduled, self.functions, self.n, self.settings = algorithm, functions, n, settings
         self.task = functions.task
         self.cost = cost or CostModel()
@@ -189,14 +194,14 @@ class Federation:
     def from_client(self, result: Result) -> Result:
         """Return a result with the state that the client keeps, and the message and buffers that arrive."""
         job, state, up, buffers, *_ = result
-        if self.codecs.up:
+        if self.codecs.changes_up:
             algo, address = job.round.algorithm, (job.round.seed, job.round.t, job.client)
             state, _, up = self.codecs.send_up(algo, state, up, job.tracked, address)
         if isinstance(self.scheduled, PartlyLocal):
             layout = self.scheduled.layout
             state = state._replace(buffers=layout.pack(buffers, state.buffers))
             buffers = layout.shared_buffers(buffers)
-        finite = None if self.codecs.up else result.finite
+        finite = None if self.codecs.changes_up else result.finite
         return result._replace(state=state, up=up, buffers=buffers, finite=finite)
 
     def open_groups(self) -> GroupRounds:
@@ -218,7 +223,10 @@ class Federation:
         if sums.up is None:
             return self.state
         cohort = Cohort(n=self.n, S=sums.S, K=sums.steps / sums.S, t=self.t + 1)
-        return ServerState(self.algorithm.aggregate(server, sums.total(), cohort), sums.mean_buffers(buffers))
+        total = sums.total()
+        if self.privacy is not None:
+            total = self.privacy.noised(total, self.settings.seed, self.t + 1)
+        return ServerState(self.algorithm.aggregate(server, total, cohort), sums.mean_buffers(buffers))
 
     @property
     def is_evaluated(self) -> bool:
@@ -310,6 +318,10 @@ class Federation:
         described: dict[str, Any] = {"rounds": s.rounds, "target": s.target, "task": self.task.name}
         if self.message_sizes is not None:
             described["messages"] = as_json(self.message_sizes)
+        if self.privacy is not None:
+            keeps_more = bool(self.codecs.rest) or s.local_parameters is not None
+            accounting = self.privacy.accounting(self.n, s.sampled, s.tracked, keeps_more)
+            described["accounting"] = accounting._asdict()
         return Run(
             algorithm=self.method,
             server=self.state.server,

@@ -17,6 +17,7 @@ from fadamgc.codecs import codec_table
 from fadamgc.errors import InputError, listed, not_accepted, real, reason, shown, whole
 from fadamgc.federation.computing import Computing
 from fadamgc.federation.gradients import GradientOptions
+from fadamgc.federation.privacy import Privacy
 from fadamgc.federation.robust import check_aggregation
 from fadamgc.federation.sampling import Batches, Draw, draw, draw_part, draw_silent, draw_steps
 from fadamgc.files import as_json
@@ -76,6 +77,7 @@ class Settings:
         codec: how fields of messages are sent, as pairs of a field and the name of its codec; None:
             as they are.
         aggregation: "median" or "trimmed:0.1", instead of the mean over clients; None: the mean.
+        privacy: clipping and noise of the clients' messages, for differential privacy; None: none.
         dtype: type of model and data; None is the model's.
         autocast: "bf16": the operations of the model that allow it run in bfloat16; None: all in ``dtype``.
         channels_last: whether images and kernels of convolutions have their channels last, which is faster on
@@ -111,6 +113,7 @@ class Settings:
     local_parameters: tuple[str, ...] | None = None
     codec: tuple[tuple[str, str], ...] | None = None
     aggregation: str | None = None
+    privacy: Privacy | None = None
     dtype: torch.dtype | None = None
     autocast: Literal["bf16"] | None = None
     channels_last: bool | None = None
@@ -168,6 +171,7 @@ class Settings:
         if self.codec is not None:
             object.__setattr__(self, "codec", codec_table(self.codec) or None)
         object.__setattr__(self, "aggregation", check_aggregation(self.aggregation))
+        object.__setattr__(self, "privacy", Privacy.of(self.privacy))
         for name in ("clip_norm", "deadline", "weight_decay", "dropout", "stragglers"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, _number(name, getattr(self, name)))
@@ -415,7 +419,12 @@ class Settings:
         """Return the settings that determine the run's numbers, as plain data (not how many rounds)."""
         names = [field.name for field in fields(self) if field.name not in NOT_IDENTITY]
         plain = {name: as_json(getattr(self, name)) for name in names}
-        for name in ("codec", "aggregation"):  # a run without them has the identity that it had before them
+        plain["privacy"] = self.privacy and self.privacy.plain()
+        for name in (
+            "codec",
+            "aggregation",
+            "privacy",
+        ):  # without them, the identity is that of older versions
             if getattr(self, name) is None:
                 del plain[name]
         return {name: reference_of(value) if callable(value) else value for name, value in plain.items()}

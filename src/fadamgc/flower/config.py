@@ -24,7 +24,7 @@ DEFAULT_ROUNDS = 10
 # always writes a checkpoint after every round and drops updates that are not finite.
 NOT_IN_CONFIG = (
     *("schedule", "on_nonfinite", "checkpoint_every", "groups", "group_rounds", "dtype"),
-    *("dropout", "stragglers", "deadline", "local_parameters"),  # of a simulation
+    *("dropout", "stragglers", "deadline", "local_parameters", "privacy"),  # of a simulation
 )
 
 

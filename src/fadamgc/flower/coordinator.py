@@ -84,6 +84,11 @@ class Coordinator:
                 f"{type(algorithm).__name__} needs clients in groups, and a Flower federation has one level: "
                 "a server and its nodes; use fadamgc.simulate, or another algorithm"
             )
+        if settings.privacy is not None:
+            raise InputError(
+                "privacy is for fadamgc.simulate: its noise is a function of the seed, which the server and "
+                "all clients of a federation know, so it would hide nothing; omit it"
+            )
         if settings.eval_clients == "epoch":
             raise InputError("eval_clients='epoch' is for fadamgc.simulate; use eval-clients = true")
         settings.check(self.n, [1] * self.n, algorithm.at(1))

@@ -13,6 +13,7 @@ import torch
 from fadamgc.algorithm import Algorithm, AnyAlgorithm
 from fadamgc.errors import InputError, shown
 from fadamgc.federation.cost import CostModel
+from fadamgc.federation.privacy import Privacy
 from fadamgc.federation.run import Run
 from fadamgc.federation.settings import Settings
 from fadamgc.sim.engine import Callback, Engine, Options, check_flag
@@ -49,6 +50,7 @@ def simulate(
     local_parameters: str | Sequence[str] | None = None,
     codec: Mapping[str, str] | str | None = None,
     aggregation: str | None = None,
+    privacy: Privacy | None = None,
     cost: CostModel | None = None,
     dtype: torch.dtype | None = None,
     autocast: Literal["bf16"] | None = None,
@@ -109,6 +111,9 @@ def simulate(
             "int8", "int4", "topk:0.01" or "means:64"; see docs/codecs.md. The bytes that are sent count.
         aggregation: "median" or "trimmed:0.1" (without the tenth at each end), per coordinate, instead of the
             mean over clients; the messages of a round are kept until its end. See docs/robust.md.
+        privacy: ``fadamgc.Privacy(clip={"dx": 1.0}, noise=4.0)``: each client's message is clipped, and noise
+            is added to the sum, so that the models hide all the data of any one client; ``run.epsilon()``
+            says how far. See docs/privacy.md.
         cost: how rounds are priced; a finished run can be priced again.
         dtype: type of model and data; None is the model's. With a 16-bit type, gradients are computed in that
             type, and x, the clients' states, messages and sums are float32.
@@ -167,6 +172,7 @@ def simulate(
         local_parameters=local_parameters,
         codec=codec,
         aggregation=aggregation,
+        privacy=privacy,
         checkpoint_every=checkpoint_every,
         dtype=dtype,
         autocast=autocast,

@@ -22,6 +22,7 @@ from fadamgc.codecs import codec_table
 from fadamgc.errors import InputError, nearest, real, shown
 from fadamgc.federation.cost import CostModel
 from fadamgc.federation.messages import MessageCodecs
+from fadamgc.federation.privacy import Privacy, check_privacy
 from fadamgc.federation.robust import check_aggregation, check_robust
 from fadamgc.loading import untrusted
 from fadamgc.methods import algorithm_class, make_algorithm
@@ -42,7 +43,7 @@ from fadamgc.tasks.sections import LeastSquaresTask, TaskSpec
 from fadamgc.toml import toml_table
 
 STEPS = ("eta_l", "eta_g")  # the step sizes, which tuning chooses
-PER_METHOD = ("tracked", "codec", "aggregation")  # settings of [run] that a [[method]] may replace
+PER_METHOD = ("tracked", "codec", "aggregation", "privacy")  # settings of [run] that a [[method]] may replace
 ExecutorName: TypeAlias = Literal["auto", "loop", "threads", "vectorized", "ray"]  # sim.executors load torch
 EXECUTORS: tuple[str, ...] = get_args(ExecutorName)
 
@@ -80,7 +81,14 @@ def _check_aggregation(value: object) -> object:
     return value
 
 
+def _check_privacy(value: object) -> object:
+    """Return the table with all its keys; an empty one, which is none, stays empty."""
+    privacy = Privacy.of(value)
+    return value if privacy is None else privacy.plain()
+
+
 Aggregation: TypeAlias = Annotated[Any, BeforeValidator(_check_aggregation)]
+PrivacyTable: TypeAlias = Annotated[Any, BeforeValidator(_check_privacy)]  # a dict with clip and noise
 Codec: TypeAlias = Annotated[Any, BeforeValidator(_check_codec)]  # a dict of fields and their codecs
 
 
@@ -110,6 +118,7 @@ class RunSpec(Section):
     local_parameters: str | tuple[str, ...] | None = None
     codec: Codec = None
     aggregation: Aggregation = None
+    privacy: PrivacyTable = None
     dtype: Literal["float32", "float64"] = "float32"
     autocast: Literal["bf16"] | None = None
     channels_last: Annotated[bool | None, AfterValidator(lambda chosen: chosen or None)] = None
@@ -244,6 +253,7 @@ class MethodSpec(Section):
     tracked: Annotated[int, Field(ge=0)] | None = None  # None: as in [run]
     codec: Codec = None  # None: as in [run]; an empty table: none
     aggregation: Aggregation = None  # None: as in [run]
+    privacy: PrivacyTable = None  # None: as in [run]; an empty table: none
     hyperparameters: dict[str, Any] = Field(default_factory=dict)
 
     @property
@@ -328,10 +338,10 @@ class Spec(Section):
 
     @model_validator(mode="after")
     def _check_messages(self) -> Spec:
-        """Refuse codecs and aggregations that a method cannot have, with a remedy if they are in [run]."""
+        """Refuse codecs, aggregations and privacy that a method cannot have; name a remedy if in [run]."""
         for method in self.methods:
-            codec, aggregation = self.codec(method), self.aggregation(method)
-            if not method.known or not (codec or aggregation):
+            codec, aggregation, privacy = self.codec(method), self.aggregation(method), self.privacy(method)
+            if not method.known or not (codec or aggregation or privacy):
                 continue
             algorithm, label = method.make().at(1), method.label
             remedy = f"give [[method]] {label} a codec of its own, or codec = {{}} for none"
@@ -339,6 +349,10 @@ class Spec(Section):
                 MessageCodecs(codec_table(codec or ()), algorithm, 1, torch.float32)
             with _blaming(method, "aggregation", f"give [[method]] {label} aggregation = 'mean'"):
                 check_robust(aggregation, algorithm, self.run.weights)
+            remedy = f"give [[method]] {label} privacy of its own, or privacy = {{}} for none"
+            run = self.run.model_copy(update={"aggregation": aggregation})
+            with _blaming(method, "privacy", remedy):
+                check_privacy(Privacy.of(privacy), run, algorithm)
         return self
 
     @model_validator(mode="after")
@@ -372,6 +386,11 @@ class Spec(Section):
         """Return how the clients' messages of a method are aggregated; None is the mean."""
         chosen = self.run.aggregation if method.aggregation is None else method.aggregation
         return check_aggregation(chosen)
+
+    def privacy(self, method: MethodSpec) -> dict[str, Any] | None:
+        """Return clipping and noise of the messages of a method; None is none."""
+        privacy: dict[str, Any] | None = self.run.privacy if method.privacy is None else method.privacy
+        return privacy or None
 
     def replace(self, section: str, **values: Any) -> Spec:
         """Replace some values of one section, and check the spec again; None leaves a value as it is."""

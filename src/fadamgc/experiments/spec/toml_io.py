@@ -31,7 +31,7 @@ PRESETS = toml_files("fadamgc.experiments.spec", "presets")
 SECTIONS: dict[str, type[Section]] = {"run": RunSpec, "cost": CostSpec, "tune": TuneSpec}
 TABLES = ("task", *SECTIONS)
 # Of a [[method]]; all others are hyperparameters.
-METHOD_KEYS = ("algorithm", "label", "tracked", "codec", "aggregation")
+METHOD_KEYS = ("algorithm", "label", "tracked", "codec", "aggregation", "privacy")
 
 
 def load_spec(path: str | Path) -> Spec:
