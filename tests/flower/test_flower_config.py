@@ -13,8 +13,10 @@ flwr = pytest.importorskip("flwr", reason="Flower is not installed")
 
 from fadamgc.errors import InputError  # noqa: E402
 from fadamgc.federation.settings import Settings  # noqa: E402
-from fadamgc.flower.config import NOT_IN_CONFIG, ServerOptions, config_keys, read_config  # noqa: E402
+from fadamgc.flower.config import NOT_IN_CONFIG, ServerConfig, ServerOptions, config_keys, read_config  # noqa: E402
+from fadamgc.flower.coordinator import Coordinator  # noqa: E402
 from places import ROOT  # noqa: E402
+from problems import class_task  # noqa: E402
 
 
 def test_the_config_is_read_and_what_is_not_known_refused():
@@ -66,3 +68,14 @@ def test_every_setting_of_a_run_is_a_key_or_cannot_be_one():
     assert set(NOT_IN_CONFIG) <= names
     text = (ROOT / "docs" / "flower.md").read_text()
     assert all(f"`{key}`" in text for key in config_keys())
+
+
+@pytest.mark.parametrize("key", ["privacy", "privacy.noise"])
+def test_a_federation_has_no_noise_that_everybody_knows(key, tmp_path):
+    with pytest.raises(InputError, match=r"privacy is for fadamgc\.simulate"):
+        read_config({key: 1.0})
+    privacy = fadamgc.Privacy({"dx": 1.0, "dy": 1.0}, noise=1.0)
+    settings = Settings(rounds=1, local_steps=1, privacy=privacy)
+    config = ServerConfig(fadamgc.FAdamGC(), settings, ServerOptions(), {})
+    with pytest.raises(InputError, match="its noise is a function of the seed"):
+        Coordinator(class_task(), config, tmp_path)

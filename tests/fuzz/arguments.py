@@ -377,6 +377,11 @@ def settings(r: random.Random, odd: float, folder: Path) -> dict[str, Any]:
     if r.random() < 0.1:
         good["aggregation"] = r.choice(("median", "mean", "trimmed:0.1", "trimmed:1", "trimmed:", "mode"))
     if r.random() < 0.1:
+        clip = r.choice(
+            ({"dx": 1.0}, {"dx": 0.1, "dy": 2}, {"correction": {"dy": 1}, "dx": 1}, {}, {"dx": ODD[0]})
+        )
+        good["privacy"] = r.choice(({"clip": clip, "noise": r.choice((0, 1.0, *ODD))}, {"clip": clip}, clip))
+    if r.random() < 0.1:
         good["checkpoint"] = folder / "checkpoint"
         good["states"] = r.choice(("memory", "files", "auto"))
     for name in (*good, *OTHERS):
@@ -416,6 +421,7 @@ OTHERS += (
     "group_rounds",
     "codec",
     "aggregation",
+    "privacy",
 )
 
 

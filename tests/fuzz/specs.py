@@ -26,6 +26,7 @@ SMALL = {
     "glue/sst2": 'data = "glue/sst2"\nclients = 3\npartition = "iid"\nlength = 8\nupper_layers = 1',
 }
 RUNS = (
+    "rounds = 2\nsampled = 2\nlocal_steps = 1\nseeds = [0]\nprivacy = { clip = { dx = 1.0 }, noise = 0.5 }",
     "rounds = 2\nsampled = 2\ntracked = 1\nlocal_steps = 2\nbatch_size = 4\nseeds = [0, 1]",
     'rounds = 2\nsampled = 2\nlocal_steps = 2\nbatch_size = 4\nseeds = [0]\ncodec = { dx = "int8" }',
     'rounds = 3\nlocal_epochs = 1\nbatch_size = 8\nseeds = [3]\ndtype = "float64"\nexecutor = "loop"',
@@ -94,6 +95,7 @@ NAMES = (
         "batch_size",
         "codec",
         "aggregation",
+        "privacy",
         "seeds",
         "target",
         "stop_at_target",

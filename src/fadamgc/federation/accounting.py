@@ -1,7 +1,7 @@
 """The privacy of a run: epsilon for a delta, from how clients are drawn and how much noise is added.
 
 Two tasks are neighbours if all the data of one client is replaced. A client's message has F fields, each with
-a norm of at most its clip c, and the sum of each field gets noise of the standard deviation noise * c. In units
+a norm of at most its clip c, and the sum of each field gets noise of the standard deviation noise c. In units
 of its noise, the sum of all fields together moves by at most
 
     mu = sqrt(sum over fields of (2 c / (noise c))^2) = 2 sqrt(F) / noise

@@ -26,6 +26,10 @@ NOT_IN_CONFIG = (
     *("schedule", "on_nonfinite", "checkpoint_every", "groups", "group_rounds", "dtype"),
     *("dropout", "stragglers", "deadline", "local_parameters", "privacy"),  # of a simulation
 )
+NO_PRIVACY = (
+    "privacy is for fadamgc.simulate: its noise is a function of the seed, which the server and all clients "
+    "of a federation know, so it would hide nothing; omit it"
+)
 
 
 @dataclass(frozen=True)
@@ -106,6 +110,8 @@ def read_config(config: Mapping[str, Any]) -> ServerConfig:
     codec = tables.pop("codec", None)
     known = [*keys, *names]
     for key, value in config.items():
+        if key.partition(".")[0] == "privacy":
+            raise InputError(NO_PRIVACY)
         if "." not in key and key not in known:
             raise InputError(f"config {key}={shown(value)} is not known{nearest(key, known)}")
     values = {keys[key]: value for key, value in config.items() if key in keys}

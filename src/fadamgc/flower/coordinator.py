@@ -31,7 +31,7 @@ from fadamgc.federation.server import Federation, ServerState
 from fadamgc.federation.sums import Sums
 from fadamgc.files import as_json
 from fadamgc.flower.client_evaluation import ClientEvaluation
-from fadamgc.flower.config import ServerConfig
+from fadamgc.flower.config import NO_PRIVACY, ServerConfig
 from fadamgc.flower.logs import log
 from fadamgc.flower.members import Members
 from fadamgc.flower.protocol import (
@@ -85,10 +85,7 @@ class Coordinator:
                 "a server and its nodes; use fadamgc.simulate, or another algorithm"
             )
         if settings.privacy is not None:
-            raise InputError(
-                "privacy is for fadamgc.simulate: its noise is a function of the seed, which the server and "
-                "all clients of a federation know, so it would hide nothing; omit it"
-            )
+            raise InputError(NO_PRIVACY)
         if settings.eval_clients == "epoch":
             raise InputError("eval_clients='epoch' is for fadamgc.simulate; use eval-clients = true")
         settings.check(self.n, [1] * self.n, algorithm.at(1))
