@@ -191,6 +191,27 @@ def codec_table(name: str) -> str:
     return "\n".join(lines)
 
 
+def privacy() -> str:
+    """Return epsilon and accuracy of private runs on digits, by the noise."""
+    results = read_results(ROOT / "results" / "privacy")
+    spec = results.spec
+    run = spec.run
+    title = f"{spec.title}, {run.rounds} rounds with {run.sampled} clients, {len(run.seeds)} seeds:"
+    lines = [title, "", "| method | clips | noise | epsilon | final accuracy |", "|---|---|--:|--:|--:|"]
+    for row in results.rows:
+        chosen, first = spec.privacy(row.method), results.runs[row.method.label][0]
+        clips = {} if chosen is None else chosen["clip"]
+        cells = [
+            "" if first.algorithm is None else first.algorithm.title,
+            ", ".join(f"`{field}` {clip:g}" for field, clip in clips.items()) or "none",
+            "none" if chosen is None else f"{chosen['noise']:g}",
+            f"{first.epsilon():.1f}" if math.isfinite(first.epsilon()) else "infinite",
+            f"{100 * row.final.mean:.1f} ± {100 * row.final.std:.1f} %",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def transfers(runs: list[Run]) -> float:
     """Return how many vectors of float32 as long as the model travel per round and sampled client."""
     model = 4 * runs[0].settings["messages"]["down"]["x"][0]
@@ -327,6 +348,7 @@ BLOCKS: dict[str, tuple[Callable[[], str], ...]] = {
     "docs/fedkeel.md": (ours, search),
     "docs/flower.md": (traffic, round_trip),
     "docs/methods.md": (exactness,),
+    "docs/privacy.md": (privacy,),
     "docs/ray.md": (ray_traffic,),
     "docs/scaffold-and-adam.md": (places,),
     "docs/which.md": (which,),

@@ -81,3 +81,12 @@ def test_slow_uplink(ran):
     minutes = {name: [float(m) for m in re.findall(r"[\d.]+", values)] for name, values in lines.items()}
     assert all(values == sorted(values, reverse=True) for values in minutes.values())
     assert minutes["FAdamGC, int8"][0] < 0.5 * minutes["FAdamGC"][0]
+
+
+@pytest.mark.slow
+def test_private(ran):
+    found = numbers(ran("private"))
+    for method in ("FedAvg", "FAdamGC"):
+        values = [value for name, value in found.items() if name.startswith(f"{method},")]
+        assert values == sorted(values, reverse=True)  # the less epsilon, the less accuracy
+        assert values[0] > 0.85

@@ -45,7 +45,7 @@ def test_a_method_replaces_the_privacy_of_the_run():
         (
             "{ dx = 0.1 }",
             "{ dx = 0.1, dy = 1 }",
-            r"\[run\] privacy clip has 'dy', .*give \[\[method\]\] LocalAdam privacy of its own, or .* = \{\}",
+            r"\[run\] privacy clip has 'dy', .*; give \[\[method\]\] LocalAdam privacy of its own, or pri",
         ),
         ("[run]\n", '[run]\nweights = "size"\n', r"\[run\] privacy is given together with weights='size'"),
     ],

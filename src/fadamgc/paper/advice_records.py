@@ -56,13 +56,13 @@ def _evidence(study: str, experiment: ReportedExperiment) -> Evidence | None:
 
 
 def _method(results: Results, row: Row) -> RecordedMethod | None:
-    """Return what advice needs of a row; None if a run diverged, or was sent with codecs or groups."""
+    """Return what advice needs of a row; None if a run diverged, or had codecs, privacy or groups."""
     method, runs = row.method, results.runs[row.method.label]
     rounds = values_by_seed(results, method.label, "rounds")
     algorithm = runs[0].algorithm if runs else None
     if algorithm is None or isinstance(algorithm, GroupedAlgorithm) or row.diverged or not rounds:
         return None
-    if results.spec.codec(method) is not None:
+    if results.spec.codec(method) is not None or results.spec.privacy(method) is not None:
         return None
     sizes = [size / 4 / SIZE for size in traffic(algorithm, SIZE)]
     state = state_bytes(algorithm.init_client(torch.zeros(SIZE))) / 4 / SIZE
