@@ -130,6 +130,9 @@ def test_the_ends():
     assert accounting(noise=0.0).epsilon(1, 1e-5) == math.inf
     assert accounting(fields=0, tracked_fields=1, tracked=0.0).epsilon(9, 1e-5) < 0.01
     assert 0 < accounting(noise=1e-3, sampled=1e-6).epsilon(10**6, 1e-12) < math.inf
+    assert accounting(noise=1e-300).epsilon(1, 1e-5) == math.inf
+    assert accounting(noise=1e-8).epsilon(1, 1e-5) > 1e10
+    assert accounting(noise=1e300).epsilon(1, 1e-5) < 0.01
     assert Accounting.of(accounting()._asdict()) == accounting()
     for delta in (0, 1, -1, math.nan, "1e-5", None):
         with pytest.raises(InputError, match="delta=.* is not accepted"):

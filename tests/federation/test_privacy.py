@@ -225,6 +225,17 @@ def test_epsilon_of_a_run_is_that_of_its_plan(tmp_path):
     assert stopped.epsilon() == run.epsilon()  # when it stopped depended on the data
 
 
+@pytest.mark.parametrize(
+    "plan",
+    [{"sampled": 0}, {"sampled": 7}, {"tracked": 5}, {"rounds": -1}, {"clients": 0}, {"delta": 0}],
+    ids=lambda plan: next(iter(plan)),
+)
+def test_plans_that_cannot_be(plan):
+    ((name, _),) = plan.items()
+    with pytest.raises(InputError, match=name):
+        BOTH.epsilon(fadamgc.FAdamGC(), **{"rounds": 4, "clients": 6, "sampled": 4} | plan)
+
+
 # Refusals.
 
 

@@ -84,7 +84,8 @@ class Accounting(NamedTuple):
 
 def converted(a: float, rdp: float, delta: float) -> float:
     """Return epsilon for a Renyi divergence of order a (Canonne, Kamath and Steinke 2020, Proposition 12)."""
-    return max(0.0, rdp + math.log1p(-1 / a) - math.log(delta * a) / (a - 1))
+    epsilon = rdp + math.log1p(-1 / a) - math.log(delta * a) / (a - 1)
+    return math.inf if math.isnan(epsilon) else max(0.0, epsilon)  # nan: beyond the range of floats
 
 
 def known_clients(a: float, q: float, shifts: list[tuple[float, float]]) -> float:

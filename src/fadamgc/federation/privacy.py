@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fadamgc.algorithm import AnyAlgorithm, Cohort, example
-from fadamgc.errors import InputError, nearest, not_accepted, real, shown
+from fadamgc.errors import InputError, nearest, not_accepted, real, shown, whole
 from fadamgc.federation.accounting import Accounting
 from fadamgc.federation.sampling import NOISE, torch_seed
 from fadamgc.grouped import GroupedAlgorithm
@@ -114,6 +114,11 @@ class Privacy:
             tracked: sampled clients that send tracking updates; None is all sampled clients.
             delta: the other number of (epsilon, delta)-privacy, less than 1 / clients.
         """
+        n = whole("clients", clients, 1)
+        S = n if sampled is None else whole("sampled", sampled, 1, n)
+        if tracked is not None:
+            whole("tracked", tracked, 0, S)
+        whole("rounds", rounds, 0)
         mechanism = Mechanism.of(self, algorithm.at(1))
         return mechanism.accounting(clients, sampled, tracked).epsilon(rounds, delta)
 
