@@ -102,7 +102,7 @@ def test_noise_has_the_stated_size_and_an_address():
 
 @pytest.mark.parametrize("noise", [0.0, 0.5])
 def test_y_is_the_mean_of_the_y_i_and_the_noise(noise):
-    """Clients follow the clipped dy and not the noise: it adds up in y (ADR 11)."""
+    """Clients follow the clipped dy and not the noise: it adds up in y (ADR 12)."""
     privacy = dataclasses.replace(BOTH, noise=noise)
     mechanism = Mechanism.of(privacy, fadamgc.FAdamGC())
     off, added = [], 0.0

@@ -6,7 +6,7 @@ For a field with the clip c and a round t,
     total = sum of the up_i + noise c N(0, I)     drawn once per round, at the address (seed, t, field)
 
 Clients follow what arrives (ADR 9): their states change by the clipped fields. They do not follow the noise,
-so y is the mean of the y_i plus the noise of all rounds; ADR 11 says why. ``accounting.py`` computes epsilon.
+so y is the mean of the y_i plus the noise of all rounds; ADR 12 says why. ``accounting.py`` computes epsilon.
 """
 
 from __future__ import annotations
