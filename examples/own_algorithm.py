@@ -40,8 +40,9 @@ torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
 task = fadamgc.Task(model, nn.functional.cross_entropy, clients, (data.test_x, data.test_y))
 
-figure = Figure(figsize=(6, 4), layout="constrained")
+figure = Figure(figsize=(7, 4), layout="constrained")
 panel = figure.subplots()
+panel.set_prop_cycle(color=["#D55E00", "#0072B2"])
 for correction in ("none", "pre"):
     algorithm = fadamgc.compose(Softsign(), correction)
     run = fadamgc.simulate(
@@ -49,8 +50,7 @@ for correction in ("none", "pre"):
     )
     panel.plot([r.round for r in run.history], [r.test_accuracy for r in run.history], label=algorithm.title)
     print(f"{algorithm.title}: {run.history[-1].test_accuracy:.3f}")
-panel.set_xlabel("round")
-panel.set_ylabel("test accuracy")
+panel.set(xlabel="round", ylabel="test accuracy")
 panel.legend(frameon=False)
 if sys.argv[1:]:
     figure.savefig(sys.argv[1], dpi=120)

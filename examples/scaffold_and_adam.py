@@ -27,6 +27,7 @@ METHODS = {
 
 figure = Figure(figsize=(7, 4.2), layout="constrained")
 panel = figure.subplots()
+panel.set_prop_cycle(color=["#D55E00", "#009E73", "#0072B2"])
 for name, algorithm in METHODS.items():
     distances: list[float] = []
     callback = lambda end, seen=distances: seen.append(float((end.server.x - problem.optimum).norm()))  # noqa: E731
@@ -36,8 +37,7 @@ for name, algorithm in METHODS.items():
     )  # fmt: skip
     panel.semilogy(range(1, len(distances) + 1), distances, label=name)
     print(f"{name}: {distances[-1]:.1e}")
-panel.set_xlabel("round")
-panel.set_ylabel("distance to the optimum")
+panel.set(xlabel="round", ylabel="distance to the optimum")
 panel.legend(frameon=False)
 if sys.argv[1:]:
     figure.savefig(sys.argv[1], dpi=120)
