@@ -8,7 +8,7 @@ WORKERS ?= 2
 SEED    ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo quick test test-e2e test-wheel test-deploy fuzz tables docs docs-serve results bench check format clean
+.PHONY: help install demo quick test test-e2e test-wheel test-deploy fuzz tables docs figures docs-serve results bench check format clean
 
 help:  ## Show this list
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -60,6 +60,9 @@ tables: install  ## Write the generated tables of README.md and docs/*.md
 MKDOCS := NO_MKDOCS_2_WARNING=1 OMP_NUM_THREADS=1 $(BIN)/mkdocs
 docs: tables  ## Write the tables and build the site into site/, strictly
 	$(MKDOCS) build --strict --quiet
+
+figures: install  ## Run the examples and draw docs/figures (two minutes; starts Ray and a federation)
+	OMP_NUM_THREADS=1 $(BIN)/python docs/gallery.py
 
 docs-serve: install  ## Show the site on http://127.0.0.1:8000 and follow changes of the pages
 	$(MKDOCS) serve --dev-addr 127.0.0.1:8000

@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import json
 import os
+import runpy
 import shutil
 import signal
 import socket
@@ -17,7 +19,7 @@ import sys
 import threading
 import time
 import traceback
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 
 import torch
@@ -30,6 +32,7 @@ from fadamgc.experiments.run.runner import Runner, run_spec
 from fadamgc.experiments.spec.toml_io import parse_spec
 from fadamgc.experiments.tune import tune
 from fadamgc.sim.executors import RayExecutor
+from places import ROOT
 
 DRIVER = os.getpid()
 RUN = {
@@ -228,6 +231,14 @@ def many_runs(_):
         "equal": all(torch.equal(a.x, b.x) for a, b in zip(here, there, strict=True)),
         "task": all(run.task is options["task"] for run in there),
     }
+
+
+def example(folder):
+    """The example of the gallery."""
+    sys.argv = ["ray_sweep.py", str(folder / "figure.png")]
+    with redirect_stdout(io.StringIO()) as output:
+        runpy.run_path(str(ROOT / "examples" / "ray_sweep.py"), run_name="__main__")
+    return {"output": output.getvalue(), "figure": (folder / "figure.png").stat().st_size}
 
 
 SPEC = """
@@ -434,6 +445,7 @@ ON_ONE_NODE = (
     failing_model,
     no_room,
     many_runs,
+    example,
     sweep,
     killed_tuning,
     stopped_sweep,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import stat
@@ -339,3 +340,14 @@ def test_texts_over_two_nodes_send_adapters_only(federation, tmp_path, monkeypat
         progress=False,
     )
     torch.testing.assert_close(tensors["server.x"], run.x, rtol=1e-4, atol=1e-6)
+
+
+def test_the_example_of_the_gallery_has_the_simulators_numbers(tmp_path):
+    """``examples/federation.py``, which starts and stops a federation with the command."""
+    figure = tmp_path / "figure.png"
+    command = [sys.executable, APP.with_name("federation.py"), figure]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (difference,) = re.findall(r"largest difference of the train losses: (\S+)", done.stdout)
+    assert float(difference) < 1e-5
+    assert figure.read_bytes().startswith(b"\x89PNG")

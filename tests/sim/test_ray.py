@@ -139,6 +139,13 @@ def test_many_runs(case):
     assert case["task"]
 
 
+def test_example(case):
+    """``examples/ray_sweep.py``; each method has its best step size."""
+    local_adam, corrected = (float(line.split()[-1]) for line in case["output"].splitlines())
+    assert corrected > local_adam > 30
+    assert case["figure"] > 10_000
+
+
 @pytest.mark.parametrize("folder", ["seen", "not seen"])
 def test_sweep(case, folder):
     assert case[folder] == {"failures": 0, "equal": True, "models": 4, "left": []}
