@@ -55,7 +55,8 @@ def places_cifar10() -> Figure:
         left.fill_between(curve.index, curve["low"], curve["high"], color=colour, alpha=0.15, linewidth=0)
     seeds = len(results.spec.run.seeds)
     left.set(xlabel="round", ylabel="test accuracy in %", title=f"mean ± standard deviation of {seeds} seeds")
-    left.legend(frameon=False, loc="upper left")
+    left.set_ylim(bottom=0)  # the legend is below the curves
+    left.legend(frameon=False, loc="lower right")
     by_round = differences(results, "FAdamGC", "FA-NT")
     means, halves = ([100 * value for value in values] for values in zip(*by_round.values(), strict=True))
     bounds = [[m + sign * h for m, h in zip(means, halves, strict=True)] for sign in (-1, 1)]

@@ -5,24 +5,26 @@ from __future__ import annotations
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
-from mkdocs.structure.files import File, Files
+from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
 from website import links, reference
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add pages and figures, then the folders of the navigation."""
+    """Add pages, figures and examples, then the folders of the navigation."""
     for source, page in links.PAGES.items():
         files.append(File.generated(config, page, abs_src_path=str(links.ROOT / source)))
-    figures = {
+    linked = {
         path
         for file in files.documentation_pages()
         for path in links.linked(file.content_string, file.src_uri)
-        if path.endswith(links.FIGURES) and not path.startswith(links.DOCS)
+        if not path.startswith(links.DOCS)
     }
-    for path in sorted(figures):
-        files.append(File.generated(config, path, abs_src_path=str(links.ROOT / path)))
+    for path in sorted(linked):
+        if path.endswith(links.FIGURES) or (not config.repo_url and links.EXAMPLES.fullmatch(path)):
+            source = str(links.ROOT / path)
+            files.append(File.generated(config, path, abs_src_path=source, inclusion=InclusionLevel.INCLUDED))
     config.nav = _expanded(config.nav, [file.src_uri for file in files.documentation_pages()])
     return files
 

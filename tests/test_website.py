@@ -48,6 +48,10 @@ def test_links_between_files_become_links_between_pages():
     assert links.rewritten(text, "guide.md") == (
         "[a](specs.md#run) [b](index.md) c (`src/fadamgc/task.py`) [d](https://example.org)"
     )
+    example = "[e](../examples/drift.py)"
+    assert links.rewritten(example, "guide.md") == "[e](examples/drift.py)"
+    assert links.rewritten("[e](../../examples/drift.py)", "adr/1.md") == "[e](../examples/drift.py)"
+    assert "blob/main" in links.rewritten(example, "guide.md", "https://example.org/us/it")
     at_home = links.rewritten(text, "guide.md", "https://example.org/us/it")
     assert "[c](https://example.org/us/it/blob/main/src/fadamgc/task.py)" in at_home
 

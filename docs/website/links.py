@@ -1,7 +1,8 @@
 """Links of the pages: between files of the repository on GitHub, between pages of the site here.
 
 A page links to files by paths that GitHub understands. In the site, a link to another page becomes a link to
-that page, a figure is copied, and any other file is named, or linked in the repository if its URL is known.
+that page, and a figure is copied. Any other file is linked in the repository if its URL is known; if not,
+examples are copied, too, and other files are named.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ PAGES = {
 }
 SOURCES = {page: source for source, page in PAGES.items()}
 FIGURES = (".png", ".svg")
+EXAMPLES = re.compile(r"examples/[^/]+\.(py|ipynb)")
 _LINK = re.compile(r"\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s#]*)(#[^()\s]*)?\)")
 
 
@@ -72,6 +74,8 @@ def rewritten(text: str, page: str, repository: str = "") -> str:
             return f"[{words}]({os.path.relpath(to, posixpath.dirname(page) or '.')}{anchor})"
         if repository:
             return f"[{words}]({repository.rstrip('/')}/blob/main/{path}{anchor})"
+        if EXAMPLES.fullmatch(path):
+            return f"[{words}]({os.path.relpath(path, posixpath.dirname(page) or '.')})"
         return words if path in words else f"{words} (`{path}`)"
 
     return _LINK.sub(replace, text)
