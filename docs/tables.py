@@ -12,6 +12,7 @@ import importlib.util
 import json
 import math
 import re
+import textwrap
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -322,18 +323,28 @@ def places() -> str:
     """Return the rounds without correction, and with it after the moments and before them."""
     labels = {"local_adam": "no correction", "fa_nt": "after the moments", "fadamgc": "before the moments"}
     rows = [f"| data | {' | '.join(labels.values())} |", f"|---|{'--:|' * len(labels)}"]
+    table: list[dict[str, float]] = []
     for line in advice():
-        methods = {method.algorithm: method for method in line.methods}
-        if (
-            line.study.startswith("main-")
-            and not line.study.endswith("-desk")
-            and labels.keys() <= methods.keys()
-        ):
-            rounds = [f"{mean(methods[name].rounds.values()):.1f}" for name in labels]
+        methods = {method.algorithm: mean(method.rounds.values()) for method in line.methods}
+        main = line.study.startswith("main-") and not line.study.endswith("-desk")
+        if main and labels.keys() <= methods.keys():
+            table.append(methods)
+            cells = " | ".join(f"{methods[name]:.1f}" for name in labels)
             rows.append(
-                f"| [{line.study}](../results/{line.study}), to {line.target:.0%} | {' | '.join(rounds)} |"
+                f"| [{line.study}](../results/{line.study}), to {100 * line.target:.0f} % | {cells} |"
             )
-    return "\n".join(rows)
+    none, after, before = ([methods[name] for methods in table] for name in labels)
+    pairs = {"before": (before, after), "none": (before, none), "after": (after, none)}
+    counts = {
+        name: sum(a < b for a, b in zip(first, second, strict=True))
+        for name, (first, second) in pairs.items()
+    }
+    summary = (
+        f"In {len(table)} comparisons, the correction before the moments has fewer rounds than after them in "
+        f"{counts['before']}, and fewer than no correction in {counts['none']}. The correction after the "
+        f"moments has fewer rounds than no correction in {counts['after']}."
+    )
+    return "\n".join([*rows, "", *textwrap.wrap(summary, 116)])
 
 
 def round_trip() -> str:
