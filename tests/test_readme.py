@@ -147,6 +147,8 @@ def test_links_and_commands_exist():
     pages = ("*.md", "docs/*.md", "docs/adr/*.md", "benchmarks/*.md")
     for page in (page for pattern in pages for page in ROOT.glob(pattern)):
         for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", page.read_text()):
+            if "://" in target:
+                continue
             file = page.parent / target if target else page
             assert file.exists(), f"{page.name}: {target}"
             assert not anchor or anchor in anchors(file), f"{page.name}: {target}#{anchor}"
