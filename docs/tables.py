@@ -303,7 +303,7 @@ SITUATIONS: dict[str, dict[str, Any]] = {
 
 
 def default() -> str:
-    """Return the method to start with where nothing is known, and the situations in which another is better."""
+    """Return the method to start with where nothing is known, and the situations with another one."""
     evidence = advice()
     usual = Situation()
     found = advise(usual, evidence)
@@ -312,8 +312,8 @@ def default() -> str:
     close = [other.label for other in others if other.ratio < CLOSE]
     closest = f" {' and '.join(close)} {'is' if len(close) == 1 else 'are'} within 10 %." if close else ""
     lines = [
-        f"**Start with {first.label}**, with {_steps(first.settings)}. In {len(found.evidence)} experiments on "
-        f"{', '.join(kinds[:-1])} and {kinds[-1]}, weighted for {usual.clients} clients of which "
+        f"**Start with {first.label}**, with {_steps(first.settings)}. In {len(found.evidence)} experiments "
+        f"on {', '.join(kinds[:-1])} and {kinds[-1]}, weighted for {usual.clients} clients of which "
         f"{usual.sampled} take part in a round, it needs the fewest rounds.{closest}",
         "",
     ]
