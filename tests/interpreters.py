@@ -23,11 +23,10 @@ NEEDS_TORCH = ("torch", "safetensors", "scikit-learn")  # safetensors only with 
 USE = """
 import sys
 import fadamgc
-from fadamgc.toml import parse_toml
 from fadamgc.paper.advice import Situation, advise
+from fadamgc.toml import parse_toml
 
-table = parse_toml('a = 1\\n[b]\\nc = [1, 2]\\n')
-assert table["b"]["c"] == (1, 2), table
+assert parse_toml('a = 1\\n[b]\\nc = [1, 2]\\n')["b"]["c"] == [1, 2]
 assert advise(Situation(kind="texts")).suggestions
 assert "torch" not in sys.modules
 """

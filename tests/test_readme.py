@@ -12,8 +12,11 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 import fadamgc
+import lowest
 import tables
 from fadamgc.algorithm import example
 from fadamgc.experiments.report.numbers import read_results
@@ -132,6 +135,24 @@ def test_versions_agree():
     assert project["version"] == fadamgc.__version__
     assert f"\nversion: {fadamgc.__version__}\n" in (ROOT / "CITATION.cff").read_text()
     assert f"## [{fadamgc.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+# Newer than the lowest version in the record: no older build of torch for CPUs, and what transformers needs.
+RAISED = {"torch", "safetensors"}
+LOWEST_EXTRAS = ("data", "optuna", "ray", "text", "track", "wandb")
+
+
+def test_the_lowest_versions_are_those_that_were_tested():
+    """constraints-lowest.txt is what ``make test-lowest`` has installed."""
+    lines = [line for line in lowest.RECORD.read_text().splitlines() if "==" in line]
+    tested = {canonicalize_name(name): Version(version) for name, version in (x.split("==") for x in lines)}
+    for extra in (None, *LOWEST_EXTRAS):
+        for name, requirement in lowest.requirements(extra).items():
+            _, _, version = lowest.lowest(requirement).partition("==")
+            if name not in RAISED and version:
+                assert tested[canonicalize_name(name)] == Version(version), name
+    makefile = (ROOT / "Makefile").read_text()
+    assert re.findall(r"--extra (\w+)", makefile) == list(LOWEST_EXTRAS)
 
 
 @pytest.mark.slow
