@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fadamgc.errors import InputError
 
-
 # These functions take no generator in torch 2.6; filling a tensor draws the same numbers, and takes one.
 FILL: dict[Any, Any] = {
     torch.ops.aten.rand_like: torch.Tensor.uniform_,
