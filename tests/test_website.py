@@ -66,6 +66,51 @@ def test_the_example_of_a_method_runs(name, capsys):
     assert math.isfinite(float(capsys.readouterr().out))
 
 
+WORDS = set(
+    [
+        "FAdamGC",
+        "all",
+        "as",
+        "at",
+        "block",
+        "both",
+        "client",
+        "clients",
+        "each",
+        "gradient",
+        "group",
+        "in",
+        "max",
+        "mean",
+        "new",
+        "of",
+        "old",
+        "on",
+        "over",
+        "raw",
+        "sampled",
+        "sent",
+        "sign",
+        "sqrt",
+        "sum",
+        "the",
+        "to",
+        "with",
+    ]
+)
+
+
+@pytest.mark.parametrize("name", algorithms.pages())
+def test_every_symbol_of_a_rule_is_explained_on_its_page(name):
+    formula = algorithms.formula(name).replace("client's", "client")
+    used = set(re.findall(r"[A-Za-z]\w*", formula))
+    known = algorithms.symbols(name).keys() | algorithms.parsed(name).settings.keys()
+    assert used - WORDS <= known
+    assert algorithms.OWN_SYMBOLS.get(name, {}).keys() <= used | {"g_i", "g_j", "k", "t"}  # in remarks
+    page = (algorithms.FOLDER / f"{name}.md").read_text(encoding="utf-8")
+    assert all(f"\n| `{symbol}` | " in page for symbol in known)
+
+
 def test_links_between_files_become_links_between_pages():
     text = "[a](specs.md#run) [b](../README.md) [c](../src/fadamgc/task.py) [d](https://example.org)"
     assert links.rewritten(text, "guide.md") == (
