@@ -8,7 +8,7 @@ WORKERS ?= 2
 SEED    ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo quick test test-e2e test-wheel test-deploy fuzz tables docs figures docs-serve results bench check format clean
+.PHONY: help install demo quick test test-e2e test-wheel test-deploy test-lowest test-interpreters fuzz tables docs figures docs-serve results bench check format clean
 
 help:  ## Show this list
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -49,6 +49,12 @@ test-wheel: install  ## Build the wheel, and use it in an environment with its r
 
 test-deploy: install  ## Take the steps of docs/deploy.md on hosts in network namespaces (Linux, some minutes)
 	$(BIN)/python tests/deploy/walk.py
+
+test-lowest: install  ## Run the quick tests with the lowest versions that are accepted (half an hour, not in CI)
+	$(BIN)/python tests/lowest.py --extra data --extra optuna --extra ray --extra text --extra track --extra wandb
+
+test-interpreters: install  ## Try what needs no torch on Python 3.11 to 3.13; versions that are missing are skipped
+	$(BIN)/python tests/interpreters.py
 
 fuzz: install  ## Try bad input of every kind; SEED=1 BUDGET='specs=20000 arguments=5000' for other and more cases
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --seed $(SEED) --processes $(WORKERS) $(BUDGET)

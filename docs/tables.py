@@ -13,7 +13,7 @@ import json
 import math
 import re
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from statistics import mean
@@ -286,6 +286,7 @@ def search() -> str:
     return "\n".join(lines)
 
 
+CLOSE = 1.1  # times as many rounds or minutes as the first method
 SITUATIONS: dict[str, dict[str, Any]] = {
     "images, few local steps": {"kind": "images", "local_steps": 10},
     "images, many local steps": {"kind": "images", "local_steps": 60},
@@ -302,6 +303,45 @@ SITUATIONS: dict[str, dict[str, Any]] = {
 }
 
 
+def default() -> str:
+    """Return the method to start with where nothing is known, and the situations with another one."""
+    evidence = advice()
+    usual = Situation()
+    found = advise(usual, evidence)
+    first, *others = found.suggestions
+    kinds = sorted({experiment.kind for _, experiment in found.evidence})
+    close = [other.label for other in others if other.ratio < CLOSE]
+    closest = f" {' and '.join(close)} {'is' if len(close) == 1 else 'are'} within 10 %." if close else ""
+    lines = [
+        f"**Start with {first.label}**, with {_steps(first.settings)}. In {len(found.evidence)} experiments "
+        f"on {', '.join(kinds[:-1])} and {kinds[-1]}, weighted for {usual.clients} clients of which "
+        f"{usual.sampled} take part in a round, it needs the fewest rounds.{closest}",
+        "",
+    ]
+    exceptions = []
+    for name, values in SITUATIONS.items():
+        situation = Situation(**values)
+        best, *rest = advise(situation, evidence).suggestions
+        usual_one = {other.algorithm: other for other in rest}.get(first.algorithm)
+        if best.algorithm == first.algorithm or (usual_one is not None and usual_one.ratio < CLOSE):
+            continue
+        text = f"- {name.capitalize()}: **{best.label}**, with {_steps(best.settings)}."
+        if usual_one is not None:
+            ahead, behind = usual_one.clear
+            text += (
+                f" {first.label} needs {usual_one.ratio:.2f} times as many {situation.by} on average. Of the "
+                f"{usual_one.shared} experiments with both, {best.label} is clearly ahead in {ahead} and "
+                f"{first.label} in {behind}{'' if ahead > behind else ': try both'}."
+            )
+        exceptions.append(text)
+    lines += ["Exceptions:", "", *exceptions] if exceptions else ["Below, it is nowhere far from the best."]
+    return "\n".join(lines)
+
+
+def _steps(settings: Mapping[str, Any]) -> str:
+    return "`" + ", ".join(f"{key}={value:g}" for key, value in settings.items()) + "`"
+
+
 def which() -> str:
     """Return the advice for typical situations."""
     titles = ["situation", "start with", "step sizes", "close", "clearly behind", "experiments"]
@@ -310,10 +350,9 @@ def which() -> str:
     for name, values in SITUATIONS.items():
         found = advise(Situation(**values), evidence)
         first, *others = found.suggestions
-        close = [other.label for other in others if other.ratio < 1.1]
+        close = [other.label for other in others if other.ratio < CLOSE]
         behind = [other.label for other in others if 2 * other.clear[0] > other.shared]
-        steps = ", ".join(f"{key}={value:g}" for key, value in first.settings.items())
-        cells = [f"{name}, by {Situation(**values).by}", f"**{first.label}**", f"`{steps}`"]
+        cells = [f"{name}, by {Situation(**values).by}", f"**{first.label}**", _steps(first.settings)]
         cells += [", ".join(close), ", ".join(behind), str(len(found.evidence))]
         rows.append(f"| {' | '.join(cells)} |".replace("|  |", "| |"))
     return "\n".join(rows)
@@ -362,7 +401,7 @@ BLOCKS: dict[str, tuple[Callable[[], str], ...]] = {
     "docs/privacy.md": (privacy,),
     "docs/ray.md": (ray_traffic,),
     "docs/scaffold-and-adam.md": (places,),
-    "docs/which.md": (which,),
+    "docs/which.md": (default, which),
 }
 
 

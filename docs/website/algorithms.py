@@ -46,6 +46,47 @@ SYMBOLS = {  # of the rules; a rule lists those that it uses
     "h_i": "the client's own correction",
     "z_i": "the client's own correction",
     "z": "y - y_i",
+    "x_new": "the server's model after the round",
+    "v_hat_i": "a client's v_hat at the end of the round",
+    "m_i": "a client's m at the end of the round",
+    "v_i": "a client's v at the end of the round",
+    "j": "a group of clients",
+    "x_j": "the model of group j",
+    "y_j": "control variate of group j",
+    "E": "group rounds in a global round",
+    "H": "local steps of a client in a group round",
+}
+OWN_SYMBOLS = {  # of single rules, where they have another meaning or are words elsewhere
+    "diloco": {"u": "the server's momentum"},
+    "fedacg": {"m": "the server's momentum", "x_a": "the model ahead of x, at which the clients start"},
+    "fedadamw": {
+        "m_c": "first moment, corrected for its start at 0",
+        "v_c": "second moment, corrected for its start at 0",
+        "k": "number of the step in the round",
+        "t": "number of the step over all rounds",
+    },
+    "feddc": {
+        "h": "mean of all clients' h_i",
+        "s_i": "control variate, kept by the client between its rounds",
+        "s": "mean of the clients' s_i",
+    },
+    "feddyn": {"h": "mean of all clients' h_i"},
+    "fedexp": {"eta_g": "global step size, computed in each round"},
+    "fedmuon_sign": {
+        "M_i": "momentum, kept by the client between its rounds",
+        "C_i": "control variate: the client's M_i when it was last tracked",
+        "C": "mean of the clients' C_i",
+    },
+    "fednova": {
+        "m": "momentum of the local steps",
+        "K_i": "local steps of client i",
+        "a_i": "sum of the weights that the gradients of a round have in x_i",
+    },
+    "mimelite": {
+        "f_i": "the loss of a client on all of its data",
+        "c": "mean of the sampled clients' gradients at x",
+    },
+    "mtgc_adam": {"g_i": "mean of the client's raw gradients", "g_j": "mean of the g_i of group j"},
 }
 
 
@@ -89,7 +130,7 @@ def head(name: str) -> str:
     lines = [text.summary, "", "```", text.rule, "```", ""]
     lines += [text.notes, ""] if text.notes else []
     lines += ["| symbol | what it is |", "|---|---|"]
-    lines += [f"| `{symbol}` | {what} |" for symbol, what in _symbols(text)]
+    lines += [f"| `{symbol}` | {what} |" for symbol, what in symbols(name).items()]
     lines += ["", "| setting | default | what it is |", "|---|---|---|"]
     plain = algorithm.plain()
     lines += [f"| `{key}` | `{plain[key]!r}` | {what.rstrip('.')} |" for key, what in text.settings.items()]
@@ -112,11 +153,17 @@ def _example(algorithm: AnyAlgorithm, name: str) -> Iterator[str]:
     yield "print(run.history[-1].train_loss)"
 
 
-def _symbols(text: Docstring) -> Iterator[tuple[str, str]]:
+def formula(name: str) -> str:
+    """Return the rule of an algorithm without the remarks at the right."""
+    return "\n".join(line.split(" " * 5)[0] for line in parsed(name).rule.splitlines())
+
+
+def symbols(name: str) -> dict[str, str]:
+    """Return what the symbols of an algorithm's rule are, except its settings."""
+    text, own = parsed(name), OWN_SYMBOLS.get(name, {})
     used = set(re.findall(r"[A-Za-z]\w*", text.rule))
-    for symbol, what in SYMBOLS.items():
-        if symbol in used and symbol not in text.settings:
-            yield symbol, what
+    common = {key: own.get(key, what) for key, what in SYMBOLS.items() if key in used}
+    return {key: what for key, what in (common | own).items() if key not in text.settings}
 
 
 def _traffic(algorithm: AnyAlgorithm) -> Iterator[str]:

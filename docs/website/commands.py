@@ -12,17 +12,34 @@ import typer
 from fadamgc.cli.main import app
 
 PAGE = Path(__file__).resolve().parents[1] / "reference" / "commands.md"
+VARIABLES = {
+    "FADAMGC_DATA": "the data root, unless `--data-root` is given ([data](../experiments.md#data))",
+    "FADAMGC_CACHE": "the folder for decoded images and compiled code; default `~/.cache/fadamgc`",
+    "FADAMGC_SERVERS": "where a Flower server keeps checkpoints and histories; default "
+    "`~/.local/state/fadamgc/servers`",
+    "FADAMGC_STATES": "where Flower nodes keep the states of clients; default `~/.local/state/fadamgc`",
+    "FADAMGC_BIND_CLIENTS": '`on` or `off`: the value of `bind-clients = "auto"` on a Flower server '
+    "([config](../flower.md#config))",
+    "FADAMGC_PRELOAD": "modules, with commas, that a node imports once and then forks for each message; "
+    "empty: it starts a new process instead",
+}
 
 
 def page() -> str:
     """Return the page."""
-    root: Any = typer.main.get_command(app)
     lines = ["# Commands", ""]
     lines += ["`fadamgc COMMAND --help` shows the same in a terminal. `make tables` writes this page.", ""]
-    for path, command in _commands("fadamgc", root):
+    for path, command in all_commands():
         lines += [f"## {path}", "", *_help(command), ""]
         lines += [*_table(command), ""]
+    lines += ["## Environment variables", "", "| variable | meaning |", "|---|---|"]
+    lines += [f"| `{name}` | {meaning} |" for name, meaning in VARIABLES.items()]
     return "\n".join(lines).strip() + "\n"
+
+
+def all_commands() -> Iterator[tuple[str, Any]]:
+    """Yield every command that can be run, with the words that call it."""
+    return _commands("fadamgc", typer.main.get_command(app))
 
 
 def _commands(path: str, group: Any) -> Iterator[tuple[str, Any]]:

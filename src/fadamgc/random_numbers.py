@@ -14,6 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fadamgc.errors import InputError
 
+# These functions take no generator in torch 2.6; filling a tensor draws the same numbers, and takes one.
+FILL: dict[Any, Any] = {
+    torch.ops.aten.rand_like: torch.Tensor.uniform_,
+    torch.ops.aten.randn_like: torch.Tensor.normal_,
+}
+
 
 class DrawFrom(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Makes operations of this thread draw from ``generator`` instead of torch's global generator."""
@@ -26,6 +32,8 @@ class DrawFrom(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Call the operation, with the generator if it draws random numbers."""
         kwargs = dict(kwargs or {})
         if _draws(func, args, kwargs) and not _takes_generator(func):
+            if (fill := FILL.get(func.overloadpacket)) is not None:
+                return fill(torch.empty_like(args[0], **kwargs), generator=self.generator)
             name = func._overloadname
             other = "generator" if name == "default" else f"{name}_generator"
             func = getattr(func.overloadpacket, other, func)

@@ -13,12 +13,10 @@ import pytest
 
 import fadamgc
 from fadamgc import InputError
-from fadamgc.experiments.spec.sections import EXECUTORS, CostSpec, MethodSpec, RunSpec, TuneSpec
+from fadamgc.experiments.spec.sections import EXECUTORS, RunSpec
 from fadamgc.experiments.spec.toml_io import load_spec, parse_spec, preset, presets
 from fadamgc.sim import executors
-from fadamgc.tasks.sections import TASKS
 from fadamgc.toml import toml_value
-from places import ROOT
 from tiny_experiments import QUADRATICS, TINY, spec_of
 
 EVERY = "".join(map(chr, range(160)))  # control characters, too
@@ -201,25 +199,6 @@ def test_a_chosen_method_keeps_its_grids_and_loses_those_of_others():
     assert spec.only(["fedprox", "feddyn"]) == spec
     for chosen in (prox, dyn):
         assert parse_spec(chosen.to_toml(), "again") == chosen
-
-
-def test_the_docs_name_every_key_and_their_example_is_a_spec():
-    page = (ROOT / "docs" / "specs.md").read_text()
-    example = re.search(r"```toml\n(.*?)```", page, re.DOTALL)
-    assert example
-    assert parse_spec(example.group(1), "docs").name == "my-experiment"
-    for cls in (*TASKS.values(), RunSpec, CostSpec, TuneSpec, MethodSpec):
-        for key in set(cls.model_fields) - {"hyperparameters"}:
-            assert f"`{key}`" in page, f"{cls.__name__}.{key}"
-
-
-def test_the_tuning_of_the_guide_is_accepted():
-    (tune,) = re.findall(r"```toml\n(\[tune\].*?)```", (ROOT / "docs" / "guide.md").read_text(), re.DOTALL)
-    methods = "".join(f'[[method]]\nalgorithm = "{name}"\n' for name in ("fedprox", "feddyn", "compose"))
-    spec = parse_spec(
-        f'[task]\ndata = "digits"\n[run]\nrounds = 1\nlocal_steps = 1\n{tune}{methods}', "guide"
-    )
-    assert [len(spec.tune.grid_of(method)) for method in spec.methods] == [2, 2, 2]
 
 
 def test_the_run_section_has_every_setting_with_its_default():

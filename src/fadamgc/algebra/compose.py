@@ -202,6 +202,11 @@ class Composed(Composition):
         x     = the server rule's step from x along D
 
     ``fadamgc.compose`` makes one, and explains the arguments.
+
+    >>> import fadamgc
+    >>> composed = fadamgc.Composed(fadamgc.local.Lion(), fadamgc.correction.Pre(), fadamgc.server.Nesterov())
+    >>> composed.title
+    'Lion (m reset) x pre x Nesterov'
     """
 
     local: LocalRule = local_rules.SGD()

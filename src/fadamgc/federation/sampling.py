@@ -26,7 +26,7 @@ def generator(seed: int, stream: int, *address: int) -> np.random.Generator:
 
 def torch_seed(seed: int, stream: int, *address: int) -> int:
     """Return a seed for torch's generator at an address (dropout and the like)."""
-    return int(_sequence(seed, stream, address).generate_state(1, np.uint64)[0] >> 1)
+    return int(_sequence(seed, stream, address).generate_state(1, np.uint64)[0]) >> 1
 
 
 def _sequence(seed: int, stream: int, address: tuple[int, ...]) -> np.random.SeedSequence:

@@ -29,7 +29,7 @@ class FedLion(Composition):
         beta2: decay of m.
 
     References:
-        Tang et al. 2024, FedLion: Faster Adaptive Federated Optimization with Fewer Communication.
+        Tang and Chang 2024, FedLion: Faster Adaptive Federated Optimization with Fewer Communication.
     """
 
     title: ClassVar[str] = "FedLion"
