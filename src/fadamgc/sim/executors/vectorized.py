@@ -46,6 +46,7 @@ from fadamgc.tree import leaves, map_leaves, rebuild, skeleton
 log = logging.getLogger("fadamgc")
 
 VECTOR_BYTES = 1 << 20  # bytes per vector over a whole block, so that the vectors of a step stay in the cache
+PARTS = 2  # parts of a compiled block, also on one thread: a block costs Python's work once, a part does not
 SMALLEST_BLOCK = 8  # clients, even if their vectors exceed VECTOR_BYTES
 CACHED_GRAPHS = 24  # recorded graphs that are kept
 LONG_RUN = 1000  # local steps that a run must plan for a compilation to pay
@@ -115,7 +116,7 @@ class VectorizedExecutor:
         threads = self.threads  # now, because in a block torch itself has one thread
         for group in self._groups(jobs):
             part = self._part_size(len(group))
-            size = part * threads
+            size = part * (max(threads, PARTS) if self.compiled else threads)
             if self._single:
                 size = -(-len(group) // -(-len(group) // (self.block * threads)))
             for first in range(0, len(group), size):
