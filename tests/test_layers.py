@@ -164,6 +164,7 @@ def test_rooms_form_no_circle():
 
 NOT_LOADED = {
     "fadamgc": ("fadamgc.sim", "fadamgc.data", "fadamgc.models", "fadamgc.experiments", "matplotlib"),
+    "fadamgc.sim.simulate": ("rich", "pandas", "sklearn", "torch._dynamo", "torch._inductor"),
     "fadamgc.flower.serverapp": ("fadamgc.sim", "fadamgc.experiments", "matplotlib"),
     "fadamgc.experiments.spec.toml_io": ("fadamgc.sim", "fadamgc.experiments.run", "matplotlib"),
     "fadamgc.experiments.report.numbers": (
@@ -176,6 +177,18 @@ NOT_LOADED = {
 
 
 PUBLIC = ("data", "models", "tasks", "trackers", "simulate", "load_run")
+
+# Garbage collection pauses while names are imported, and is then as it was before.
+COLLECTION = """
+import gc, fadamgc
+counted = []
+gc.callbacks.append(lambda phase, info: counted.append(phase))
+fadamgc.simulate
+assert counted.count("start") <= 1 and gc.isenabled(), counted  # one afterwards
+gc.disable()
+fadamgc.schedules
+assert not gc.isenabled()
+"""
 
 # Each statement runs in a process of its own, which starts with torch, because that takes long to import.
 FORKS = """
@@ -200,6 +213,7 @@ for statement in sys.argv[1:]:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_module_loads_what_it_needs_and_no_more():
     statements = [f"import fadamgc; fadamgc.{name}" for name in PUBLIC]
+    statements.append(COLLECTION)
     for module, others in NOT_LOADED.items():
         if "flower" in module and importlib.util.find_spec("flwr") is None:
             continue

@@ -105,9 +105,9 @@ def test_runs_share_blocks():
     blocks = []
 
     class Watched(VectorizedExecutor):
-        def _run_block(self, jobs, lanes):
+        def _run_block(self, jobs, part, threads):
             blocks.append(len(jobs))
-            return super()._run_block(jobs, lanes)
+            return super()._run_block(jobs, part, threads)
 
     make = partial(Watched, compile=False)
     runs = [{"algorithm": fadamgc.FedAvg(eta_l=eta)} for eta in (0.1, 0.2, 0.3)]

@@ -6,6 +6,7 @@ import io
 import time
 
 import pytest
+import rich.console
 from rich.console import Console
 
 import fadamgc
@@ -29,7 +30,7 @@ def terminal(monkeypatch):
     def console(**_):
         return Console(file=out, force_terminal=True, width=160)
 
-    monkeypatch.setattr(progress, "Console", console)
+    monkeypatch.setattr(rich.console, "Console", console)
     monkeypatch.setattr(study_progress, "Console", console)
     return out
 

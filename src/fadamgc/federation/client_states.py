@@ -58,9 +58,6 @@ class ClientStates(Sequence[Any]):
     def discard(self, staged: Iterable[Any]) -> None:
         """Forget staged states."""
 
-    def expect(self, clients: Iterable[int]) -> None:
-        """Prepare to read the states of these clients soon."""
-
     def _read(self, stored: Any) -> Any:
         return stored
 

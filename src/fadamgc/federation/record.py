@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
@@ -127,7 +128,9 @@ class Record:
 
     def priced(self, cost: CostModel) -> Record:
         """Return the same round with the seconds of another cost model."""
-        return dataclasses.replace(self, simulated_seconds=sum(cost.seconds(w) for w in self.work))
+        twin = copy.copy(self)  # with the same columns, which ``dataclasses.replace`` would pack again
+        object.__setattr__(twin, "simulated_seconds", sum(cost.seconds(w) for w in self.work))
+        return twin
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data; a column of equal numbers becomes one number."""

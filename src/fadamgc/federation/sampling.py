@@ -113,6 +113,8 @@ class Batches:
 
     def size_of(self, first: int, last: int) -> NDArray[np.int64]:
         """Return the number of samples in each of the batches first .. last - 1."""
+        if self.period == 1:
+            return np.full(last - first, self.width)
         ends = np.arange(first + 1, last + 1) % self.period == 0
         return np.where(ends, self.last, self.width)
 
@@ -144,8 +146,8 @@ class Batches:
 
     def _orders(self) -> Iterator[NDArray[np.int64]]:
         """Yield orders of the client's data, one per epoch, padded to whole batches."""
-        everything = np.arange(self.samples, dtype=np.int64)
         if self.address is None:
+            everything = np.arange(self.samples, dtype=np.int64)
             yield from repeat(np.tile(everything, max(1, SMALL // self.samples)))
             return
         seed, t, client = self.address

@@ -94,6 +94,7 @@ class Federation:
         if self.privacy is not None:
             check_buffers(buffers)
         self.scheduled, self.functions, self.n, self.settings = algorithm, functions, n, settings
+        self._at: tuple[int, AnyAlgorithm] | None = None
         self.task = functions.task
         self.cost = cost or CostModel()
         self.cost.check(n)
@@ -112,7 +113,10 @@ class Federation:
     @property
     def algorithm(self) -> AnyAlgorithm:
         """The algorithm of the next round, with numbers in the place of schedules."""
-        return self.scheduled.at(min(self.t + 1, max(1, self.settings.rounds)))
+        t = min(self.t + 1, max(1, self.settings.rounds))
+        if self._at is None or self._at[0] != t:
+            self._at = t, self.scheduled.at(t)  # kept, because a round asks for it often
+        return self._at[1]
 
     def begin_with(self, gradients: Iterable[Tensor], steps: Sequence[int]) -> None:
         """Start from every client's gradient at the initial model, for algorithms with ``init_gradient``.

@@ -74,7 +74,7 @@ class Checkpoint:
         self._lock: ExitStack | None = None
         self._journal = Journal(folder / f"{NAME}.jsonl")
         self._rounds = 0  # rounds of the history that are in the journal
-        self._table: dict[int, int] = {}  # the slot of each client in the last checkpoint
+        self._table: dict[int, int] = {}  # the slot of each client whose state is in memory
         if writing:
             make_folder(folder, private=True)
         try:
@@ -182,8 +182,8 @@ class Checkpoint:
         write_bundle(self.folder, NAME, content, runs.server_tensors(run), format=FORMAT, private=True)
         if not isinstance(clients, FileStates):
             slots.free(self._table[i] for i in changed if i in self._table)
+            self._table.update(changed)
         slots.named(changed.values())
-        self._table.update(changed)
         self._rounds = len(run.history)
         clients.changed.clear()
 

@@ -257,7 +257,7 @@ class Engine:
         draw, s, t = self.federation.who(), self.settings, self.t + 1
         if self._group_rounds is None:
             self._began = time.perf_counter()
-            if t < s.rounds:
+            if t < s.rounds and isinstance(self.clients, FileStates):
                 self.clients.expect(s.who(t + 1, len(self.data)).sampled)
             if isinstance(self.algorithm, GroupedAlgorithm):
                 self._group_rounds = self.federation.open_groups()

@@ -5,15 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
-
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from typing import TYPE_CHECKING, NamedTuple
 
 from fadamgc.escape import duration, printable
 from fadamgc.federation.record import Record
 from fadamgc.stages import SlowStages, listening
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 FIRST_LINE, NEXT_LINES, SLOW_STAGE = 10.0, 60.0, 5.0  # seconds until a line is printed
 
@@ -28,10 +27,15 @@ class Shown(NamedTuple):
 @contextmanager
 def progress_bar(show: bool, label: str, rounds: int) -> Iterator[Shown]:
     """Show the progress of ``rounds`` rounds on stderr, and the stages before the first round."""
-    console = Console(stderr=True)
     if not show:
         yield Shown(lambda _: None, lambda *_: None)
         return
+    # Imported here because ``import fadamgc.sim`` does not need them.
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
     if not (console.is_terminal or console.is_jupyter):
         lines = _Lines(console, printable(label), rounds)
         with listening(SlowStages(lines.say, SLOW_STAGE)):

@@ -578,15 +578,26 @@ def test_source_of_a_compiler_that_works_differently_is_not_used(
 
 
 @needs_compiler
-def test_threads_inside_a_block_change_no_bit():
+def test_threads_inside_a_block_change_no_bit(monkeypatch):
     task = class_task(sizes=(9, 20, 8, 16, 40))
-    before, runs = torch.get_num_threads(), []
+    before, runs, used = torch.get_num_threads(), [], []
+    repeat = native.NativeCode.repeat
+
+    def watched(self, fixed, state, series=(), parts=1, threads=1):
+        if series:
+            used.append((torch.get_num_threads(), parts, threads))
+        repeat(self, fixed, state, series, parts, threads)
+
+    monkeypatch.setattr(native.NativeCode, "repeat", watched)
     try:
         for count in (1, 2, 3):
             torch.set_num_threads(count)
             make = partial(VectorizedExecutor, compile=True)
             runs.append(simulate(fadamgc.FAdamGC(), task, sampled=5, tracked=3, executor=make))
             assert torch.get_num_threads() == count
+            # The threads share the clients, and torch uses no others in each of them.
+            assert set(used) == {(1, count, count)}
+            used.clear()
     finally:
         torch.set_num_threads(before)
     for run in runs[1:]:

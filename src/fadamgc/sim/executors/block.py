@@ -5,7 +5,7 @@ In all tensors of a block the first dimension is the client, except in ``Inputs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,8 +38,8 @@ class Inputs(NamedTuple):
     @classmethod
     def of(cls, jobs: Sequence[Job], functions: TaskFunctions, lifted_names: Sequence[str]) -> Inputs:
         """Stack the values from which the jobs start."""
-        values = [numbers(job.round.algorithm) for job in jobs]
-        hyper = [[float(v[name]) for v in values] for name in lifted_names]
+        values = {id(job.round): numbers(job.round.algorithm) for job in _one_per_round(jobs)}
+        hyper = [[float(values[id(job.round)][name]) for job in jobs] for name in lifted_names]
         gradients = [g for job in jobs if (g := job.whole_gradient()) is not None]
         return cls(
             fixed={name: value.contiguous() for name, value in functions.fixed.items()},
@@ -173,6 +173,10 @@ def check_rules(algorithm: AnyAlgorithm) -> None:
             f"executor='vectorized' cannot map the rules of {type(algorithm).__name__} over clients: "
             f"{first_line(error)}; see 'Rules' in docs/extending.md, or use executor='loop'"
         ) from error
+
+
+def _one_per_round(jobs: Sequence[Job]) -> Iterable[Job]:
+    return {id(job.round): job for job in jobs}.values()
 
 
 def _stack(states: list[Any]) -> Any:

@@ -25,6 +25,7 @@ inline AOTInductorModelBase<AOTInductorModelstep>::AOTInductorModelBase(
 #define AOTI_NOINLINE __attribute__((noinline, optimize("O0")))
 #include "step.wrapper.cpp"
 
+#include <atomic>
 #include <cstring>
 #include <memory>
 #include <optional>
@@ -97,9 +98,10 @@ extern "C" int32_t fadamgc_repeat(int64_t n, char** data, const int64_t* ndim, c
                                   int64_t room) {
   const Arguments arguments{n, data, ndim, dims, dtype, step, part, steps};
   std::vector<std::string> errors(threads);
+  std::atomic<int64_t> next{0};  // part; a thread takes the next one, so that a busy core gets fewer
   auto run = [&](int64_t i) {
     try {
-      for (int64_t part = i; part < parts; part += threads) run_part(arguments, part);
+      for (int64_t part; (part = next++) < parts;) run_part(arguments, part);
     } catch (const std::exception& error) {
       errors[i] = std::string("failed: ") + error.what();
     } catch (...) {

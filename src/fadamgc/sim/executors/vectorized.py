@@ -46,6 +46,7 @@ from fadamgc.tree import leaves, map_leaves, rebuild, skeleton
 log = logging.getLogger("fadamgc")
 
 VECTOR_BYTES = 1 << 20  # bytes per vector over a whole block, so that the vectors of a step stay in the cache
+PARTS = 2  # parts of a compiled block, also on one thread: a block costs Python's work once, a part does not
 SMALLEST_BLOCK = 8  # clients, even if their vectors exceed VECTOR_BYTES
 CACHED_GRAPHS = 24  # recorded graphs that are kept
 LONG_RUN = 1000  # local steps that a run must plan for a compilation to pay
@@ -112,18 +113,19 @@ class VectorizedExecutor:
 
     def run(self, jobs: Sequence[Job]) -> Iterator[Result]:
         """Run the jobs, block by block."""
+        threads = self.threads  # now, because in a block torch itself has one thread
         for group in self._groups(jobs):
             part = self._part_size(len(group))
-            size = part * self.threads
+            size = part * (max(threads, PARTS) if self.compiled else threads)
             if self._single:
-                size = -(-len(group) // -(-len(group) // (self.block * self.threads)))
+                size = -(-len(group) // -(-len(group) // (self.block * threads)))
             for first in range(0, len(group), size):
                 block = group[first : first + size]
                 filled = block + block[-1:] * (-len(block) % part)  # equal parts, so no new graph
                 filled += block * (len(filled) == 1)  # rules for one client would be other code
                 try:
                     with one_thread():
-                        results = self._run_block(filled, part)[: len(block)]
+                        results = self._run_block(filled, part, threads)[: len(block)]
                 except FadamgcError:
                     raise
                 except Exception:
@@ -158,7 +160,7 @@ class VectorizedExecutor:
             self._part_sizes.add(size)
         return size
 
-    def _run_block(self, jobs: list[Job], part: int) -> list[Result]:
+    def _run_block(self, jobs: list[Job], part: int, threads: int) -> list[Result]:
         functions, round = self.functions, jobs[0].round
         C, device = len(jobs), functions.device
         kind = self._kinds.of(round.algorithm)
@@ -172,7 +174,7 @@ class VectorizedExecutor:
             loss=torch.zeros(C, dtype=functions.x0.dtype, device=device),
         )
         for batches in block_batches(jobs, self.workload, self.samplewise):
-            progress = self._steps(math, kind, inputs, progress, batches, part)
+            progress = self._steps(math, kind, inputs, progress, batches, part, threads)
         end = End(
             K=torch.tensor([job.batches.steps for job in jobs], dtype=torch.float64, device=device),
             tracked=torch.tensor([job.tracked for job in jobs], device=device),
@@ -187,7 +189,14 @@ class VectorizedExecutor:
         return [Result(*row) for row in zip(*columns, strict=True)]
 
     def _steps(
-        self, math: BlockMath, kind: Kind, inputs: Inputs, progress: Progress, batches: Batch, part: int
+        self,
+        math: BlockMath,
+        kind: Kind,
+        inputs: Inputs,
+        progress: Progress,
+        batches: Batch,
+        part: int,
+        threads: int,
     ) -> Progress:
         """Take a step for each batch. Compiled steps write into ``progress``; others return a new one."""
         series = leaves(batches)
@@ -200,7 +209,7 @@ class VectorizedExecutor:
             if code is not None:
                 fixed, *others = inputs
                 parts = len(progress.x) // part
-                code.repeat(leaves(fixed), [*leaves(others), *leaves(progress)], series, parts, self.threads)
+                code.repeat(leaves(fixed), [*leaves(others), *leaves(progress)], series, parts, threads)
                 return progress
         graph = self._cached(
             ("step", kind.description, len(progress.x), *shapes),
