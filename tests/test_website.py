@@ -66,38 +66,36 @@ def test_the_example_of_a_method_runs(name, capsys):
     assert math.isfinite(float(capsys.readouterr().out))
 
 
-WORDS = set(
-    [
-        "FAdamGC",
-        "all",
-        "as",
-        "at",
-        "block",
-        "both",
-        "client",
-        "clients",
-        "each",
-        "gradient",
-        "group",
-        "in",
-        "max",
-        "mean",
-        "new",
-        "of",
-        "old",
-        "on",
-        "over",
-        "raw",
-        "sampled",
-        "sent",
-        "sign",
-        "sqrt",
-        "sum",
-        "the",
-        "to",
-        "with",
-    ]
-)
+WORDS = {
+    "FAdamGC",
+    "all",
+    "as",
+    "at",
+    "block",
+    "both",
+    "client",
+    "clients",
+    "each",
+    "gradient",
+    "group",
+    "in",
+    "max",
+    "mean",
+    "new",
+    "of",
+    "old",
+    "on",
+    "over",
+    "raw",
+    "sampled",
+    "sent",
+    "sign",
+    "sqrt",
+    "sum",
+    "the",
+    "to",
+    "with",
+}
 
 
 @pytest.mark.parametrize("name", algorithms.pages())
