@@ -169,8 +169,8 @@ def test_fedkeel_converges_to_the_optimum_of_ten_quadratics(sampled, tracked):
 
     def distance(algo):
         run = simulate(
-            algo, linear_task(data), executor=NOT_COMPILED, rounds=800, sampled=sampled, tracked=tracked,
-            local_steps=5, batch_size=None, eval_every=800,
+            algo, linear_task(data), executor=NOT_COMPILED, rounds=300, sampled=sampled, tracked=tracked,
+            local_steps=5, batch_size=None, eval_every=300,
         )  # fmt: skip
         return float((run.x - data.optimum).abs().max())
 
