@@ -32,7 +32,10 @@ ISOLATED = ("unshare", "--map-root-user", "--net", "--pid", "--fork", "--mount-p
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     """The results of all cases, which run once, also where several processes run tests."""
-    common = tmp_path_factory.getbasetemp().parent / "ray-cases"
+    folder = (
+        tmp_path_factory.getbasetemp()
+    )  # of this process; its parent is that of all, if there are several
+    common = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "ray-cases"
     common.mkdir(exist_ok=True)
     with FileLock(common / "lock"):
         results = common / "found.json"
