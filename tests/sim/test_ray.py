@@ -32,9 +32,7 @@ ISOLATED = ("unshare", "--map-root-user", "--net", "--pid", "--fork", "--mount-p
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     """The results of all cases, which run once, also where several processes run tests."""
-    folder = (
-        tmp_path_factory.getbasetemp()
-    )  # of this process; its parent is that of all processes
+    folder = tmp_path_factory.getbasetemp()  # of this process; its parent is that of all processes
     common = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "ray-cases"
     common.mkdir(exist_ok=True)
     with FileLock(common / "lock"):
