@@ -48,10 +48,10 @@ def test_the_package_exports_every_method_and_no_more():
     assert set(names) - {"__builtins__"} == set(fadamgc.__all__) >= set(classes)
     assert sorted(set(fadamgc.__all__) - set(classes)) == [
         "Algorithm", "CheckpointError", "CheckpointInUseError", "ClientOptimizer", "Cohort", "Correction",
-        "CostModel", "FadamgcError", "InputError", "LazyClients", "NonFiniteError", "OtherRunError", "Privacy", "Ray",
-        "Record", "RoundEnd", "Run", "Settings", "Task", "add", "algorithms", "compose", "correction",
-        "experiment", "load_run", "local", "make_algorithm", "register", "report", "schedules", "server",
-        "simulate", "simulate_many",
+        "CostModel", "FadamgcError", "InputError", "LazyClients", "NonFiniteError", "OtherRunError",
+        "Privacy", "Ray", "Record", "RoundEnd", "Run", "Settings", "Task", "add", "algorithms", "compose",
+        "correction", "experiment", "load_run", "local", "make_algorithm", "register", "report",
+        "schedules", "server", "simulate", "simulate_many",
     ]  # fmt: skip
 
 

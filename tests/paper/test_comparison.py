@@ -19,7 +19,7 @@ from fadamgc.experiments.report.write import write_report
 from fadamgc.experiments.run.runner import run_spec
 from fadamgc.experiments.spec.sections import MethodSpec
 from fadamgc.experiments.spec.toml_io import preset, spec_of
-from fadamgc.paper import comparison, theory
+from fadamgc.paper import comparison, overview, theory
 from fadamgc.paper.published import BETA2, MAIN, METHODS
 from fadamgc.paper.study import keep, parse_study, read_members, read_study, write_study, write_study_report
 from fadamgc.paper.theory import Bound, Constants, bound, constants, slope
@@ -195,6 +195,7 @@ def test_the_page_has_the_papers_row_next_to_ours(root, tmp_path):
 def test_links_on_the_page_lead_somewhere(root, tmp_path):
     to = tmp_path / "page.md"
     text = comparison.page(root, to)
+    (root / overview.FIGURE).touch()  # the command draws it
     links = re.findall(r"\]\(([^)]+)\)", text)
     assert len(links) >= 5
     pages = {"which.md"}  # next to the page in docs/
