@@ -253,6 +253,9 @@ def ours() -> str:
     return fedkeel.table(fedkeel.lines(read_members(ROOT / "results" / fedkeel.STUDY, study), others))
 
 
+CHOSEN = "v shared, alpha 0.4, beta1 0.5"  # the candidate that is FedKeel
+
+
 def search() -> str:
     """Return what the search for FedKeel found: the rounds with the best step size, by candidate."""
     found: dict[str, dict[str, tuple[float, int, float]]] = {}
@@ -281,7 +284,7 @@ def search() -> str:
             rounds, reached, eta_l = best.get(title, (0.0, 0, 0.0))
             missed = "" if reached == seeds else f" ({reached}/{seeds} reached)"
             cells.append(f"{rounds:.0f}{missed}, eta_l {eta_l:g}" if title in best else "")
-        label = f"**{name}**" if name in ("FedKeel", "FAdamGC") else name
+        label = {CHOSEN: f"**{name}: FedKeel**", "FAdamGC": "**FAdamGC**"}.get(name, name)
         lines.append(f"| {label} | {' | '.join(cells)} |".replace("|  |", "| |"))
     return "\n".join(lines)
 
