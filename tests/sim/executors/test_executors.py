@@ -27,7 +27,7 @@ import fadamgc
 from compiling import needs_compiler
 from fadamgc.federation.functions import TaskFunctions
 from fadamgc.federation.traits import same_model
-from fadamgc.models import cnn, resnet18
+from fadamgc.models import cnn, resnet8
 from fadamgc.runtime import single_threads
 from fadamgc.sim.executors import ThreadsExecutor, VectorizedExecutor, auto, threads, vectorized
 from fadamgc.sim.executors import fused as fuse
@@ -646,7 +646,7 @@ def test_threads_leave_the_number_of_threads_as_it_was():
 @pytest.mark.parametrize("norm", ["group", "batch"])
 @pytest.mark.parametrize("width", [4, 16])
 def test_pictures_with_channels_last_agree_with_the_loop(norm, width):
-    task = fadamgc.Task(resnet18(norm=norm, width=width, seed=0), F.cross_entropy, pictures())
+    task = fadamgc.Task(resnet8(norm=norm, width=width, seed=0), F.cross_entropy, pictures())
     assert Trainer(TaskFunctions(task)).channels_last == (width == 16)
     options = {"sampled": 3, "tracked": 2, "batch_size": 6, "local_steps": 1, "rounds": 1}
     algo = fadamgc.FedAvg(eta_l=0.01)
