@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 from test_claims import experiment
 
 from fadamgc.paper.ours import FADAMGC, FEDAVG_M, LEAN, OURS, ROWS, best_of, lines, table
@@ -72,3 +73,11 @@ def test_the_study_has_the_settings_of_the_other_methods():
         assert mine.tune is not None
         assert theirs.tune is not None
         assert mine.tune == theirs.tune.model_copy(update={"eta_g": (1.0,)})
+
+
+@pytest.mark.parametrize(("reached", "clear"), [([None, None, None], 0), ([90, 91, 92], 1)])
+def test_cheap_rounds_are_ahead_in_minutes_only_if_they_reach_the_target(reached, clear):
+    ours = row("CIFAR-10", seconds={"local_adam": 1.0}, fedkeel=[20, 21, 22], local_adam=reached)
+    (line,) = lines([ours], {"main-cifar10": row("theirs", fadamgc=[40, 41, 43], fedavg_m=[40, 41, 43])})
+    assert line.lean is not None
+    assert line.lean.difference.clear == clear

@@ -55,12 +55,29 @@ class Line(NamedTuple):
 
 
 def compare(ours: Results, label: str, others: Results, rival: str, measure: str) -> Comparison:
-    """Compare two methods of two experiments with the same seeds."""
+    """Compare two methods of two experiments with the same seeds.
+
+    In minutes, a run that missed the target may have ended sooner than one that reached it, since its rounds
+    are cheaper; it is not ahead for that.
+    """
     mine, theirs = values_by_seed(ours, label, measure), values_by_seed(others, rival, measure)
     rows = {row.method.label: (results, row) for results in (others, ours) for row in results.rows}
     our_text, rival_text = (to_target(*rows[name], measure).text for name in (label, rival))
-    pairs = [theirs[seed] - value for seed, value in mine.items() if seed in theirs]
+    missed = [_missed(ours, label), _missed(others, rival)]
+    pairs = []
+    for seed in mine.keys() & theirs.keys():
+        pair = [mine[seed], theirs[seed]]
+        # A run that missed the target needed at least what it took; here, at least as much as the other.
+        one, other = (max(pair) if seed in seeds else own for own, seeds in zip(pair, missed, strict=True))
+        pairs.append(other - one)
     return Comparison(rival, our_text, rival_text, Difference.of(pairs))
+
+
+def _missed(results: Results, label: str) -> set[int]:
+    """Return the seeds with which a method missed the target."""
+    target = results.spec.run.target
+    assert target is not None
+    return {run.settings["seed"] for run in results.runs[label] if run.rounds_to(target) is None}
 
 
 def best_of(others: Results) -> str:
