@@ -14,8 +14,9 @@ import pytest
 from fadamgc import InputError
 from fadamgc.experiments.report.means import Spread
 from fadamgc.experiments.report.numbers import read_results, summary_frame
+from fadamgc.experiments.report.page import page
 from fadamgc.experiments.report.tables import results_markdown, results_table
-from fadamgc.experiments.report.write import write_report
+from fadamgc.experiments.report.write import read_experiment, write_report
 from fadamgc.experiments.run.runner import run_spec
 from tiny_experiments import QUADRATICS, TINY, records, spec_of
 
@@ -115,6 +116,14 @@ def test_the_page_loads_nothing_from_outside(done):
     assert "FAdamGC (all tracked)" in ours
     assert "eta_l = 0.02" in ours
     assert "torch" in ours
+
+
+def test_equal_label_plots_are_in_a_page_once(done):
+    one = read_experiment(done)._replace(name="one", label_plot=b"plot")
+    others = [one._replace(name="two"), one._replace(name="three", label_plot=b"another")]
+    html = page("A study", [one, *others])
+    assert html.count("data:image/png;base64,") == 2
+    assert html.count("The same clients as in one") == 1
 
 
 @pytest.mark.slow

@@ -77,7 +77,7 @@ def page(title: str, experiments: Experiments, figures: Mapping[str, bytes] = {}
         first_axes=FIRST_AXES,
         tuning_legend=LEGEND,
         figures={caption: base64.b64encode(png).decode() for caption, png in figures.items()},
-        experiments=[_context(experiment) for experiment in experiments],
+        experiments=_contexts(experiments),
         data=data.replace("<", "\\u003c"),
     )
 
@@ -92,6 +92,17 @@ def _template() -> jinja2.Template:
         autoescape=True, trim_blocks=True, keep_trailing_newline=True, undefined=jinja2.StrictUndefined
     )
     return environment.from_string(_file("page.html.j2"))
+
+
+def _contexts(experiments: Experiments) -> list[dict[str, Any]]:
+    """Return the values of all experiments; equal label plots are in the page once."""
+    contexts, first = [], dict[str, str]()
+    for experiment in experiments:
+        context = _context(experiment)
+        plot = context["label_plot"]
+        same = None if plot is None else first.setdefault(plot, experiment.name)
+        contexts.append(context | {"same_labels_as": same if same != experiment.name else None})
+    return contexts
 
 
 def _context(experiment: ReportedExperiment) -> dict[str, Any]:
