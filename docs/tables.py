@@ -265,7 +265,7 @@ def search() -> str:
         assert spec.tune is not None
         titles.append(spec.title or spec.name)
         seeds = len(spec.tune.seeds)
-        for line in csv.DictReader((folder / "tuning.csv").open()):
+        for line in csv.DictReader((folder / "tuning.csv").read_text().splitlines()):
             reached = int(line["seeds_reached"])
             late = (seeds - reached) * spec.tune.rounds
             rounds = (reached * float(line["rounds_to_target"] or 0) + late) / seeds

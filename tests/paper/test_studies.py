@@ -92,6 +92,9 @@ def test_every_study_is_complete_at_its_scales(name, scale):
                 assert (algorithm.beta1, algorithm.beta2) == (0.9, 0.99)
 
 
+NOT_RUN = [("ours", "QNLI"), ("ours", "QQP")]  # experiments without records
+
+
 @pytest.mark.parametrize("name", studies())
 def test_every_study_names_the_executor_of_its_records(name):
     for scale in scales_of(name):
@@ -100,11 +103,14 @@ def test_every_study_names_the_executor_of_its_records(name):
             assert (member.spec.run.executor == "auto") == for_a_gpu
     records = ROOT / "results" / name
     if not records.is_dir():  # the curves are those of other studies
-        assert name in ("curves", "paper-steps", "regimes", "ours")
+        assert name in ("curves", "paper-steps", "regimes")
         return
     for member in load_study(name, scales_of(name)[0]).members:
         folder = records if (records / "runs").is_dir() else records / member.spec.name
         texts = [gzip.decompress(path.read_bytes()) for path in folder.glob("runs/*/run.json.gz")]
+        if not texts:
+            assert (name, member.spec.name) in NOT_RUN
+            continue
         used = [re.search(rb'"executor": "(\w+)", "compiled"', text)[1].decode() for text in texts]
         assert mode(used) == member.spec.run.executor  # timing chose another one for a few
 
